@@ -109,8 +109,8 @@ bench: .venv/done ## measure the loop against a plain loop
 bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled loop and the Trainer; CASES='124m 1b'
 	$(VENV)/python benchmarks/gpu.py $(CASES) $(ARGS)
 
-report: .venv/done ## write report.html of the newest run, or RUN=folder
-	@$(find_run); $(call need,html_report) $(VENV)/python -m addons.tools.html_report "$$run"
+report: .venv/done ## write report.html of the newest run, or RUN=folder; RUNS='folder folder' compares runs
+	@$(if $(RUNS),,$(find_run);) $(call need,html_report) $(VENV)/python -m addons.tools.html_report $(or $(RUNS),"$$run")
 
 ledger: .venv/done ## check that RUN trained on the data of its plan, or of OTHER=folder
 	@$(find_run); $(call need,ledger) $(VENV)/python -m addons.tools.ledger "$$run" $(if $(OTHER),'$(OTHER)')

@@ -1,6 +1,7 @@
-"""report.html: the curves and settings of a run.
+"""report.html: the curves and settings of a run, or of several runs with what differs between them.
 
     make report [RUN=folder]
+    make report RUNS='folder folder …'
 
 Add figures to FIGURES. Tests: tests/addons/tools/test_html_report.py.
 """
@@ -8,7 +9,10 @@ Add figures to FIGURES. Tests: tests/addons/tools/test_html_report.py.
 import html
 import io
 from datetime import datetime
+from itertools import cycle
 from pathlib import Path
+
+import yaml
 
 from src.config.errors import UsageError
 from src.runtime.exit_codes import run_main
@@ -22,60 +26,71 @@ FIGURES = [  # title, label of the y-axis ({unit}: what the task counts), {kind 
     ("Throughput", "{unit} per second", {"train": "tokens_per_second"}),
     ("Padding", "share of the {unit} in a micro-batch", {"train": "padding"}),
 ]
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #222 }
-h1 { margin-bottom: 0 } figure { display: inline-block; width: 49%; min-width: 24em; margin: 0 } svg { width: 100%; height: auto }
-table { border-collapse: collapse } td { padding: .1em 1.5em .1em 0; vertical-align: top; font-variant-numeric: tabular-nums }
-td:first-child { color: #666 } .pair { display: flex; flex-wrap: wrap; gap: 3em } pre { background: #f6f6f6; padding: 1em }"""
+STYLE = """:root { color-scheme: light dark } h1 { margin-bottom: 0; overflow-wrap: anywhere }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em }
+figure { display: inline-block; width: 49%; min-width: min(24em, 100%); margin: 0 } svg { width: 100%; height: auto }
+table { border-collapse: collapse; display: block; overflow-x: auto } th { text-align: left }
+td, th { padding: .1em 1.5em .1em 0; vertical-align: top; font-variant-numeric: tabular-nums }
+td:first-child { opacity: .7 } td + td { overflow-wrap: anywhere }
+@media (prefers-color-scheme: dark) { svg { filter: invert(.9) hue-rotate(180deg) } }"""
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise UsageError("give one run folder: make report RUN=runs/NAME")
-    print(write(Path(argv[0])))
+    if not argv or argv[0].startswith("-"):
+        raise UsageError("give one run folder, or several: make report RUN=runs/NAME, make report RUNS='runs/A runs/B'")
+    print(write(*map(Path, argv)))
 
 
-def write(folder: Path) -> Path:
-    """Write report.html to a run folder and return its path; the run may be complete, running or killed."""
-    lines = jsonl.read_lines(folder / "metrics.jsonl")  # a kill can truncate the last line
-    if not lines:
-        raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
-    by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
-    environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
-    unit = environment.pop("unit", "tokens")
-    body = figures(by_kind, unit)
-    last = [
-        f"<div><h2>Last {kind} line</h2>{table({k.replace('tokens_per', f'{unit}_per'): v for k, v in of_kind[-1].items()})}</div>"
-        for kind, of_kind in by_kind.items()
-        if of_kind
-    ]
-    body.append(f"<div class=pair>{''.join(last)}</div>")
-    body.append(f"<h2>Environment</h2>{table(environment)}")
-    file = folder / "config.yaml"
-    config = file.read_text(encoding="utf-8") if file.is_file() else "config.yaml is missing"
-    body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
-    name = html.escape(folder.resolve().name)
-    head = f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-    report = folder / "report.html"
+def write(*folders: Path) -> Path:
+    """Write report.html to a run folder, or for several runs beside the first one; return its path.
+
+    A run may be complete, running or killed."""
+    paths = [Path(folder).resolve() for folder in folders]
+    names = [path.name for path in paths] if len({path.name for path in paths}) == len(paths) else [*map(str, paths)]
+    runs = {name: read(folder) for name, folder in zip(names, folders, strict=True)}
+    body = figures(runs)
+    body += [section(f"Last {kind} line", {name: run[kind][-1] for name, run in runs.items() if run[kind]})
+             for kind in ("train", "eval")]  # fmt: skip
+    body.append(section("Environment", {name: run["environment"] for name, run in runs.items()}))
+    body.append(section("Configuration", {name: run["config"] for name, run in runs.items()}))
+    title = html.escape(" and ".join(runs))
+    head = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"
+    one = len(paths) == 1
+    report = paths[0] / "report.html" if one else paths[0].with_name(f"report_{'_'.join(p.name for p in paths)}.html")
     try:
-        rewrite(report, f"{head}<h1>{name}</h1>{''.join(body)}</html>\n")
+        rewrite(report, f"{head}{''.join(body)}</html>\n")
     except OSError as error:
         raise UsageError(f"{report} cannot be written: {error}") from error
     return report
 
 
-def figures(by_kind: dict[str, list[dict]], unit: str) -> list[str]:
+def read(folder: Path) -> dict:
+    """Return the lines of a run by kind, its environment, its configuration and what its task counts."""
+    lines = jsonl.read_lines(folder / "metrics.jsonl")  # a kill can truncate the last line
+    if not lines:
+        raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
+    run = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
+    environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
+    file = folder / "config.yaml"
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"config.yaml": "missing"}
+    return run | {"unit": environment.pop("unit", "tokens"), "environment": environment, "config": config}
+
+
+def figures(runs: dict[str, dict]) -> list[str]:
     """Return an inline SVG for each entry of FIGURES that has values. A null makes a gap in its curve."""
     import matplotlib
 
     matplotlib.rcdefaults()  # ignore a matplotlibrc in the working directory
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the page's font
-    made = []
+    made, unit = [], next(iter(runs.values()))["unit"]
     for title, label, keys in FIGURES:
         curves = {}
-        for kind, key in keys.items():
-            points = [(line["step"], line.get(key)) for line in by_kind[kind]]
-            if any(isinstance(value, int | float) for _, value in points):
-                curves[kind] = points
+        for name, run in runs.items():
+            for kind, key in keys.items():
+                points = [(line["step"], line.get(key)) for line in run[kind]]
+                if any(isinstance(value, int | float) for _, value in points):
+                    curves[" ".join([name] * (len(runs) > 1) + [kind])] = points
         if curves:
             made.append(f"<figure>{draw(title, label.format(unit=unit), curves)}</figure>")
     return made
@@ -87,33 +102,37 @@ def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:
 
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
-    for label, points in curves.items():
-        few = label.startswith("eval") or len(points) < 25
+    for style, (label, points) in zip(cycle(["-", "--", ":", "-."]), curves.items(), strict=False):
+        few = label.endswith("eval") or len(points) < 25
         steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, label=label, marker="o" if few else None, markersize=3.5)
+        axes.plot(steps, values, style if len(curves) > 2 else "-", label=label, marker="o" * few, markersize=3.5)
     axes.set(title=title, xlabel="step", ylabel=unit)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
         axes.legend(frameon=False)
     drawing = io.StringIO()
-    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    figure.savefig(drawing, format="svg", metadata={"Date": None}, transparent=True)
     text = drawing.getvalue()
     return text[text.index("<svg") :]
 
 
-def table(values: dict) -> str:
-    """Format (name, value) pairs as an HTML table of two columns; a nested value takes one line."""
-    rows = []
-    for name, value in values.items():
-        items = value if isinstance(value, list) else [value]
-        shown = ("; " if any(isinstance(item, dict) for item in items) else " ").join(map(one_line, items))
-        rows.append(f"<tr><td>{html.escape(str(name).replace('_', ' '))}<td>{html.escape(shown)}")
-    return f"<table>{''.join(rows)}</table>"
+def section(title: str, by_run: dict[str, dict]) -> str:
+    """Format values by name as a table with a column for each run; of several runs only what differs."""
+    names = dict.fromkeys(name for values in by_run.values() for name in values)
+    rows = {name: [in_words(values.get(name)) for values in by_run.values()] for name in names}
+    if len(by_run) > 1:
+        rows = {name: cells for name, cells in rows.items() if len({*cells}) > 1}
+        title += f": {len(rows)} of {len(names)} differ"
+        rows = {"": [*by_run]} | rows
+    text = "".join(f"<tr><td>{'<td>'.join(map(html.escape, [str(name), *cells]))}" for name, cells in rows.items())
+    return f"<h2>{html.escape(title)}</h2><table>{text}</table>" if by_run else ""
 
 
-def one_line(value: object) -> str:
-    """Format a value; a dict as `name value, …`, and seconds since 1970 in its `time` as a date."""
+def in_words(value: object) -> str:
+    """Format a value on one line; a dict as `name value, …`, and seconds since 1970 in its `time` as a date."""
+    if isinstance(value, list):
+        return ("; " if any(isinstance(item, dict) for item in value) else " ").join(map(in_words, value))
     if not isinstance(value, dict):
         return str(value)
     if isinstance(time := value.get("time"), float):

@@ -46,12 +46,25 @@ def test_report_of_a_real_run(files, tmp_path):
     page = (run.folder / "report.html").read_text()
     assert titles(page) == TITLES
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http|(src|href)=\"(?!#)", page)
+    assert len(page) < 10**6
     for kind in ("train", "eval"):
         assert f"<td>{run.kind(kind)[-1]['loss']}" in page
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["versions"]["torch"] in page
     assert environment["global_batch"] in page
-    assert "per_device_batch_size: 8" in page
+    assert "<td>per_device_batch_size<td>8<" in page
+
+    other = kit.run_training(1, tmp_path / "other", *argv, "--seed", "1")
+    command = ["make", "-s", "-o", ".venv/done", "report", python, f"RUNS={run.folder} {other.folder}"]
+    printed = subprocess.run(command, cwd=kit.REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+    assert printed == str(tmp_path / "report_run_other.html")
+    both = Path(printed).read_text()
+    assert titles(both) == TITLES
+    assert both.count('<g id="legend') == len(TITLES)
+    assert "<tr><td><td>run<td>other<tr>" in both
+    assert "<tr><td>seed<td>42<td>1<" in both
+    assert "<td>per_device_batch_size<" not in both  # equal
+    assert not re.search(r"<(script|link|img|iframe)", both)
     assert re.search(r"<td>step 0, world size 1, time \d{4}-\d\d-\d\d \d\d:\d\d:\d\d<", page)
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
 
