@@ -41,7 +41,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
+.PHONY: help setup data smoke preview find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -71,6 +71,9 @@ smoke: .venv/done ## try CONFIG in a minute: two steps, an evaluation, a save an
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
+
+preview: .venv/done ## show the first rows of CONFIG, the tokens that are trained on in color; ARGS='--page preview.html'
+	@$(call need,preview) $(VENV)/python -m addons.tools.preview --config '$(CONFIG)' $(ARGS)
 
 find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.json' writes the curve
 	@$(call need,find_lr)
@@ -132,8 +135,7 @@ schema: .venv/done ## write configs/schema.json, which editors and --help read, 
 	mv configs/schema.json.tmp configs/schema.json
 
 lock: .venv/done ## take the newest versions that pyproject.toml allows into uv.lock and requirements*.txt (needs uv)
-	@$(call need,lock)
-	$(VENV)/python -m addons.tools.lock
+	$(VENV)/python .ci/lock.py
 
 clean: ## remove caches of tools; keeps .venv, data/, runs/ and prepared data
 	rm -rf .pytest_cache .ruff_cache

@@ -1,6 +1,7 @@
 """pyproject.toml, uv.lock and the requirements name the same versions; files of services call what exists."""
 
 import re
+import runpy
 import tomllib
 
 import pytest
@@ -16,16 +17,15 @@ RANGES = {  # file of pins -> ranges in pyproject.toml
     "requirements-extra.txt": [requirement for extra in EXTRAS.values() for requirement in extra],
 }
 
+LOCK = runpy.run_path(str(REPOSITORY / ".ci" / "lock.py"))
 SERVICE_FILES = ("Dockerfile", ".devcontainer/devcontainer.json", ".github/dependabot.yml")
 
 
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+normalized = LOCK["normalized"]
 
 
 def pins(file: str) -> dict[str, str]:
-    found = re.findall(r"^([\w.-]+)==([\w.]+)", (REPOSITORY / file).read_text(), re.M)
-    return {normalized(name): version for name, version in found}
+    return {normalized(name): version for name, version in LOCK["PIN"].findall((REPOSITORY / file).read_text())}
 
 
 @pytest.mark.parametrize("file", RANGES)
@@ -38,6 +38,13 @@ def test_pins_are_the_locked_versions_within_their_ranges(file):
     for name, version in pinned.items():
         assert version == locked[name], f"{name}: run `make lock`"
         assert ranges[name].contains(version), name
+
+
+@pytest.mark.parametrize("file", RANGES)
+def test_make_lock_changes_versions_and_nothing_else(file):
+    text = (REPOSITORY / file).read_text()
+    newer = LOCK["with_pins"](text, dict.fromkeys(pins(file), "9.9"))
+    assert newer == re.sub(r"==[\w.]+", "==9.9", text) != text
 
 
 def test_lock_belongs_to_the_ranges():

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
 from src.config.errors import UsageError
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.load_config import model_folder
@@ -35,11 +35,7 @@ TIE = 1e-5  # cosine similarities closer than this are equal: two rows may have 
 class Options:
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = option(
-        "tokens per text; longer texts are truncated (default: the model's limit, at most 1024)",
-        min=2,
-        from_checkpoint=True,
-    )
+    max_length: int | None = max_length_option("tokens per text; longer texts are truncated")
     anchor_column: str = option("column of the first text of a pair", "anchor", from_checkpoint=True)
     positive_column: str = option("column of the text that belongs to it", "positive", from_checkpoint=True)
     negative_column: str | None = option("column of a similar text that does not", from_checkpoint=True)

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from src.config.errors import UsageError
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import CrossEntropy
@@ -34,11 +34,7 @@ MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens (BERT); the rest stay
 
 @dataclass
 class Options(CrossEntropy):
-    max_length: int | None = option(
-        "tokens per row; a longer text becomes several rows (default: the model's limit, at most 1024)",
-        min=2,
-        from_checkpoint=True,
-    )
+    max_length: int | None = max_length_option("tokens per row; a longer text becomes several rows")
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     mlm_probability: float = option(
         "share of a row's tokens to predict; of these 80% are masked, 10% replaced by random tokens, 10% kept",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
@@ -30,11 +30,7 @@ OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 
 @dataclass
 class Options(ClassCrossEntropy):
-    max_length: int | None = option(
-        "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
-        min=2,
-        from_checkpoint=True,
-    )
+    max_length: int | None = max_length_option("tokens per row; longer rows are truncated")
     tokens_column: str = option("column of the list of words", "tokens", from_checkpoint=True)
     tags_column: str = option("column of the list of their tags", "tags", from_checkpoint=True)
 

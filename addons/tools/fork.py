@@ -23,8 +23,6 @@ from src.config.errors import UsageError, did_you_mean
 from src.config.paths import REPOSITORY, SCHEMA_FILE
 from src.tasks import OPTIONS
 
-RESULTS = ("benchmarks/results.json",)
-
 
 def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[str]:
     """Copy the template to the folder `target`, named `name`; return the add-ons that the copy has.
@@ -37,7 +35,7 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     here = all_addons()
     kept = chosen(here, tasks, addons) if tasks or addons else here
     gone = {*here, *rooms_of(here)} - {*kept, *rooms_of(kept)}  # a room that is left empty goes, too
-    left_out = {*RESULTS, *tests_of(gone)}
+    left_out = {"benchmarks/results.json", *tests_of(gone)}
     for file in files_of_checkout():
         if file in left_out or is_of(file, gone) or names_one(file, gone):
             continue

@@ -56,8 +56,8 @@ def write(*folders: Path) -> Path:
     title = html.escape(" and ".join(runs))
     head = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head += f"<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"
-    one = len(paths) == 1
-    report = paths[0] / "report.html" if one else paths[0].with_name(f"report_{'_'.join(p.name for p in paths)}.html")
+    beside = paths[0].with_name(f"report_{'_'.join(path.name for path in paths)}.html")
+    report = paths[0] / "report.html" if len(paths) == 1 else beside
     try:
         rewrite(report, f"{head}{''.join(body)}</html>\n")
     except OSError as error:

@@ -19,38 +19,11 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMES = (
-    "seconds",
-    "tokens_per_second",
-    "data_seconds",
-    "tflops",
-    "mfu",
-    "gpu_memory_gib",
-)  # values of a line that no two runs share
-BASE_FLAGS = {
-    "dtype": "float64",
-    "max_steps": 20,
-    "eval_steps": 5,
-    "save_steps": 10,
-    "logging_steps": 1,
-    "global_batch_size": 8,
-    "per_device_batch_size": 2,
-    "per_device_eval_batch_size": 4,
-    "learning_rate": 3e-3,
-    "seed": 7,
-    "resume": "never",
-}
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "attention_dropout": 0.1,
-}
+TIMES = ("seconds", "tokens_per_second", "data_seconds", "tflops", "mfu", "gpu_memory_gib")  # no two runs share them
+MODEL = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1, "max_position_embeddings": 64}
+FLAGS = {"dtype": "float64", "seed": 7, "max_steps": 20, "eval_steps": 5, "save_steps": 10, "logging_steps": 1}
+FLAGS |= {"global_batch_size": 8, "per_device_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 3e-3}
 CASES = {  # name -> (processes, flags)
     "one_process": (1, {}),
     "two_processes": (2, {}),
@@ -81,12 +54,8 @@ def copy_commit(revision: str, folder: Path) -> None:
 def train(checkout: Path, inputs: Path, out: Path, processes: int, flags: dict) -> dict[str, object]:
     """Train in a checkout; return its metrics lines without times, and a hash of each file of tensors."""
     files = {"model_config": "model.json", "train_file": "train.jsonl", "validation_file": "validation.jsonl"}
-    values = (
-        {name: inputs / file for name, file in files.items()}
-        | BASE_FLAGS
-        | flags
-        | {"output_dir": out, "cache_dir": f"{out}_cache"}
-    )
+    values = FLAGS | flags | {name: inputs / file for name, file in files.items()}
+    values |= {"resume": "never", "output_dir": out, "cache_dir": f"{out}_cache"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "train.py"]
     command += [str(word) for name, value in values.items() for word in (f"--{name}", value)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
@@ -38,9 +38,7 @@ SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
 class Options(CrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = option(
-        "tokens per row; longer rows are truncated (default: 1024, or the model's limit)", min=2, from_checkpoint=True
-    )
+    max_length: int | None = max_length_option("tokens per row; longer rows are truncated")
     packing: bool = option(
         "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
     )

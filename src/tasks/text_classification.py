@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
@@ -27,11 +27,7 @@ from src.text.tokenize_and_pack import pad_columns, padded_length, require_text,
 class Options(cross_entropy.ClassCrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = option(
-        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)",
-        min=2,
-        from_checkpoint=True,
-    )
+    max_length: int | None = max_length_option("tokens per row; longer texts are truncated")
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)

@@ -44,6 +44,10 @@ class ImageProcessor:
     def center(self, image: "Image") -> "Image":
         """Return the center of `image`: `size` × `size`, after its shorter side was resized to `shorter_side`."""
         short = min(image.size)
+        if max(image.size) > 8 * short:  # resizing all of a long strip takes memory (1 × 20,000 pixels: 4 GB)
+            sides = [min(side, 8 * short) for side in image.size]
+            left, top = ((side - kept) // 2 for side, kept in zip(image.size, sides, strict=True))
+            image = image.crop((left, top, left + sides[0], top + sides[1]))
         width, height = (int(self.shorter_side * side / short) for side in image.size)
         image = image if (width, height) == image.size else image.resize((width, height), self.resample)  # type: ignore
         left, top = (width - self.size) // 2, (height - self.size) // 2

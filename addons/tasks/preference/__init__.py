@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
-from src.config.fields import option
+from src.config.fields import max_length_option, option
 from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import Scored
 from src.tasks.base import Batch
@@ -27,11 +27,7 @@ from src.text.tokenize_and_pack import IGNORED, padded_length
 
 @dataclass
 class Options:
-    max_length: int | None = option(
-        "tokens of prompt and completion; longer ones are truncated (default: 1024, or the model's limit)",
-        min=2,
-        from_checkpoint=True,
-    )
+    max_length: int | None = max_length_option("tokens of prompt and completion; longer ones are truncated")
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True, from_checkpoint=True)
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False

@@ -101,13 +101,6 @@ def test_mutants_that_choose_by_position_or_at_random(fields, tmp_path, monkeypa
         check_choice(fields, tmp_path)
 
 
-def test_larger_share_holds_out_more_rows():
-    rows, features = {"input_ids": ROWS}, {"input_ids": datasets.List(datasets.Value("int64"))}
-    small, large = (held_out.are_held_out(rows, features, share) for share in (0.1, 0.3))
-    assert (small <= large).all()
-    assert small.sum() < large.sum()
-
-
 def test_value_is_the_same_however_it_is_stored(tmp_path):
     """A later row makes numbers fractions, gives objects another key and classes another number; files are moved."""
     for name in ("a", "b"):

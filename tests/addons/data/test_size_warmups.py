@@ -8,11 +8,10 @@ import torch
 
 from addons.data.size_warmups import Ramp, WarmupSizes, shorten_row
 from addons.tools import ledger
-from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan, training_order
 from src.data.row_order import permute
-from tests.helpers import kit, plain_task, technique_runs
+from tests.helpers import kit, technique_runs
 
 ROWS, BATCH, STEPS = 23, 8, 8  # batches of 2, 2, 4, 4, 6, then 5 (the rest of the epoch), 8, 8
 WARMUPS = {
@@ -172,13 +171,3 @@ def test_mutant_weights_counted_before_the_cut_are_caught(fields, tmp_path, monk
 
 
 # ---- the run file ------------------------------------------------------------------------------------------------------
-
-
-def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):
-    more = {"sequence_length_warmup_start": 11, "output_dir": "x"}
-    names = ("model_config", "train_file", "max_length", "sequence_length_warmup_steps")
-    with pytest.raises(UsageError, match="sequence_length_warmup_start is 11, not less than max_length, which is 11"):
-        kit.open_data(**({name: fields[name] for name in names} | more))
-    more |= {"task": plain_task.NAME, "train_file": plain_task.write_data(tmp_path)["train_file"]}
-    with plain_task.registered(), pytest.raises(UsageError, match="task plain cannot shorten its rows"):
-        kit.open_data(**more, sequence_length_warmup_steps=fields["sequence_length_warmup_steps"])

@@ -37,20 +37,6 @@ def test_stream_of_changed_files_is_another_one(hub, tmp_path):
     assert open_served(hub, tmp_path, urls, before=ignore_versions)["rows"] == mutant["rows"]
 
 
-def test_versions_of_many_local_files(tmp_path):
-    files = [tmp_path / f"{i % 2}" / f"{i // 2}.jsonl" for i in range(1002)]
-    for folder in ("0", "1"):
-        (tmp_path / folder).mkdir()
-    for i, file in enumerate(files):
-        file.write_text("x" * (i + 1))
-    source = StreamSource("train_file", "train", tuple(map(str, files)), "json")
-    versions = source.versions()
-    assert versions[1] == ("1/0.jsonl", 2, None)
-    assert len({name for name, *_ in versions}) == 1002  # files of one name in two folders
-    files[-1].write_text("")
-    assert source.versions() != versions
-
-
 def test_empty_file_is_skipped(hub, tmp_path):
     urls = [put(hub, "e.jsonl", 0, 0), put(hub, "full.jsonl", 0), put(hub, "f.jsonl", 0, 0)]
     assert len(open_served(hub, tmp_path, urls, rows_of)) == 20

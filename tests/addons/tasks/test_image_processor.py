@@ -33,6 +33,14 @@ def test_transformers_does_the_same_with_the_file(tmp_path, shape, size, shorter
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+def test_long_strip_takes_no_memory():
+    """Its center, without 4 GB for the whole of it in the size of the input."""
+    strip = Image.fromarray(np.linspace(0, 255, 20_000).astype(np.uint8)[None])
+    center = np.asarray(ImageProcessor(224, 224, [0.5], [0.5]).center(strip))
+    assert center.shape == (224, 224)
+    assert abs(center.astype(int) - 127).max() <= 1
+
+
 def test_models_of_timm_say_it_in_their_configuration():
     own = {"input_size": [1, 32, 48], "crop_pct": 0.8, "mean": [0.1], "std": [0.2], "interpolation": "bilinear"}
     found = read_image_processor(RunConfig(), SimpleNamespace(pretrained_cfg=own), SimpleNamespace(**NONE))

@@ -149,11 +149,3 @@ def test_bad_values_of_its_own_flags(given, words):
     with pytest.raises(UsageError) as refused:
         find_lr.own_flags(kit.flags(**given))
     assert all(word in str(refused.value) for word in words)
-
-
-def test_unknown_flag_is_refused(tmp_path, fields):
-    argv = kit.flags(**fields, end_rl=1)
-    codes, texts = kit.run_command("addons/tools/find_lr.py", *argv, folder=tmp_path / "here")
-    assert codes == [2]
-    assert "end_rl" in (last := texts[0].strip().splitlines()[-1])
-    assert "end_lr" in last

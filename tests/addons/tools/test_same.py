@@ -30,10 +30,3 @@ def test_changed_number_is_reported(tmp_path):
     assert "one_process: bitwise equal" in done.stdout
     assert "train line of step 3: loss: " in done.stdout
     assert re.search(r"two_processes: \d+ DIFFERENCES", done.stdout)
-
-
-def test_unknown_commit_is_an_error():
-    command = [sys.executable, "-m", "addons.tools.same", "no-such-commit"]
-    done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "no-such-commit" in done.stderr

@@ -1,14 +1,14 @@
 """Write the pins of requirements.txt and requirements-extra.txt from uv.lock: `make lock`. Needs uv.
 
-Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/addons/tools/test_lock.py.
+Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/test_requirements.py.
 """
 
 import re
 import subprocess
 import tomllib
+from pathlib import Path
 
-from src.config.paths import REPOSITORY
-
+REPOSITORY = Path(__file__).parents[1]
 FILES = ("requirements.txt", "requirements-extra.txt")
 PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.M)
 

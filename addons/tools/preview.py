@@ -1,0 +1,87 @@
+"""Show what a run trains on: the first rows of training as text, the tokens with a loss in color, and what is cut.
+
+    make preview [CONFIG=configs/stdlib_lm.yaml] [ARGS='--rows 10 --page preview.html']
+
+Tests: tests/addons/tools/test_preview.py.
+"""
+
+import argparse
+import html
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from src.config import parsing, validation
+from src.config.errors import UsageError
+from src.data import data_loader, dataset
+from src.data.batch_plan import training_order
+from src.data.prepared_split import data_notes, format_stats
+from src.models.cross_entropy import IGNORED
+from src.runtime.exit_codes import run_main
+from src.storage.atomic_folder import rewrite
+from src.tasks import OPTIONS, Task, causal_lm, make_task
+
+PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>preview</title><style>:root { color-scheme: light dark } body { max-width: 60em; margin: 2em auto; padding: 0 1em }
+pre { white-space: pre-wrap; overflow-wrap: anywhere } mark { background: #4a84; color: inherit }</style><pre>"""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows", type=int, default=10)
+    parser.add_argument("--page", type=Path)
+    own, rest = parser.parse_known_args(argv)
+    also = {"rows": "rows to show (default: 10)", "page": "write them to this HTML file (default: none)"}
+    cfg, options = parsing.parse(parsing.with_default_config(rest), OPTIONS, also=also)
+    validation.check(cfg, options)
+    task = make_task(cfg, options)
+    parts = list(preview(cfg, task, dataset.prepare_datasets(cfg, task), own.rows))
+    print("".join(f"\033[32m{text}\033[0m" if trained else text for text, trained in parts))
+    if own.page:
+        marked = [(html.escape(text), trained) for text, trained in parts]
+        rewrite(own.page, PAGE + "".join(f"<mark>{text}</mark>" if trained else text for text, trained in marked))
+
+
+def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str, bool]]:
+    """Yield (text, whether it has a loss): what the splits hold, then the first rows in the order of training."""
+    train_set = splits["train"]
+    if not hasattr(train_set, "rows"):
+        raise UsageError("streaming: the rows of a stream are not prepared: remove it to see them")
+    packed = getattr(task.options, "packing", False)
+    for name, split in splits.items():
+        full = f", rows {split.stats['tokens'] / (len(split) * task.max_length):.1%} full" if packed else ""
+        yield f"{name}: {format_stats(split.stats, task.unit)}{full}\n", False
+    yield "".join(f"{note}\n" for note in data_notes(splits)), False
+    plan = data_loader.plan_config(replace(cfg, per_device_batch_size=1, per_device_batch_tokens=None), task, train_set)
+    for micro in islice(training_order(plan, 0, 1, 0, count), count):
+        row = train_set.rows(micro.ids)[0]
+        ids = row.get("input_ids", np.zeros(0, int))
+        trained = has_loss(task, row, ids)
+        size = f": {len(ids)} tokens, {trained.sum()} with a loss" if len(ids) else ""
+        yield f"\n── row {micro.ids[0]}, step {micro.step + 1}{size}\n", False
+        for places in np.split(np.arange(len(ids)), np.cumsum(row.get("documents", []))[:-1].astype(int)):
+            for flag, run in groupby(places, key=trained.__getitem__):
+                part = ids[[*run]]
+                yield task.tokenizer.decode(part) if getattr(task, "tokenizer", None) else f"{part} ", bool(flag)
+            yield "\n", False
+        for name in sorted(row.keys() - {"input_ids", "labels", "documents", "bytes"}):
+            value = row[name] if np.size(row[name]) < 20 else f"{np.size(row[name]):,} values"
+            of_class = f" ({task.labels[int(value)]})" if name == "label" and getattr(task, "labels", None) else ""
+            yield f"{name}: {value}{of_class}\n", False
+
+
+def has_loss(task: Task, row: dict, ids: np.ndarray) -> np.ndarray:
+    """Return for each token whether it is a target: by its label, and not the first one of a document."""
+    is_language, labels = isinstance(task, causal_lm.Task), np.atleast_1d(row.get("labels", ()))
+    trained = labels != IGNORED if len(labels) == len(ids) else np.full(len(ids), is_language)
+    if is_language:
+        trained[np.cumsum([0, *row.get("documents", [])[:-1]])] = False
+    return trained
+
+
+if __name__ == "__main__":
+    run_main(main)
