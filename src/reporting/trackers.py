@@ -103,5 +103,6 @@ def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
     return {
         "wandb": {"id": run_id, "resume": resume, "name": name, "dir": place},
         "mlflow": {"run_name": cfg.run_name or folder.name},
+        "trackio": {"name": cfg.run_name or folder.name, "resume": "allow"},
         "tensorboard": {"purge_step": step + 1},  # steps after the checkpoint are computed again
     }
