@@ -63,9 +63,3 @@ def test_file_that_changes_after_its_look_up_is_refused(hub, tmp_path, kind):
         assert len(open_served(hub, tmp_path, url, rows_of)) == 20
         found = open_served(hub, tmp_path, url, rows_after_a_change)
         assert f"{url} changed while it was read: {words}" in found
-
-
-def test_text_cannot_be_streamed(hub, tmp_path):
-    (hub.folder / "files/a.txt").write_text("a\nb\n")
-    url = f"{hub.files_url}/a.txt"
-    assert open_served(hub, tmp_path, url).startswith(f"train_file: {url}: a .txt file cannot be streamed")

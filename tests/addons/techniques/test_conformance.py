@@ -121,8 +121,17 @@ RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs;
     ("token_classification", None, {}, "fsdp2", EXACT),
     ("masked_lm", None, {}, "fsdp2", EXACT),
     ("segmentation", None, {}, "fsdp2", EXACT),
+    *((name, None, {}, "fsdp2", EXACT) for name in ("seq2seq", "embeddings", "preference")),
     *((name, None, {}, place, ZERO) for name in ("preference", "distillation", "embeddings") for place in ("zero2", "zero3")),
 ]  # fmt: skip
+
+
+def test_page_of_support_is_that_of_these_lists():
+    """A copy with fewer add-ons has fewer lines."""
+    from benchmarks import support
+
+    missing = {*support.page().splitlines()} - {*support.PAGE.read_text().splitlines()}
+    assert not missing, "run benchmarks/support.py"
 
 
 def flags(folder: Path, name: str | None, model: dict | None, more: dict) -> list[str]:
