@@ -2,20 +2,22 @@
 
 Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV files are read by csv_reader.py; a column of JSON
 whose type changes after the first chunk of a file is an error, because `datasets` would write the texts of that chunk in
-quotes, or dates and numbers as text. The byte order mark of a text is removed.
+quotes; dates in a column of text stay as they are written. The byte order mark of a text is removed.
 
 Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
+from pyarrow import json
 
 from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.paths import not_found_locally
@@ -27,7 +29,7 @@ from src.runtime import private_apis
 from src.storage.cache_folder import cache_root
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 @dataclass(frozen=True)
@@ -126,35 +128,43 @@ def replace_readers() -> None:
     text = "reference:// is refused, because it may run code: give the files themselves"
     fsspec.register_implementation("reference", "refused.NoSuchClass", clobber=True, errtxt=text)
     private_apis.replace_table_reader(Csv, csv_reader.csv_tables)
-    private_apis.replace_table_reader(Json, _json_tables, _json_cast)
+    private_apis.replace_table_reader(Json, _json_tables)
     private_apis.replace_table_reader(Text, _text_tables)
 
 
 def _json_tables(self, *files, **options):
-    """Yield what `Json._generate_tables` of datasets 5.2 yields; raise an error if types change after the first chunk."""
+    """Yield what `Json._generate_tables` of datasets 5.2 yields, but dates in a column of text as they are written; raise
+    an error if types change after the first chunk."""
+    from datasets.packaged_modules.json import json as module
+
     if self.info.features is not None:  # known from the first chunk
         self.config.on_mixed_types = None
-    yield from self.unchecked_tables(*files, **options)
+    tables = self.unchecked_tables(*files, **options)
+    while True:  # only within: several files of a stream may be read in turn
+        with private_apis.replaced({(module, "paj"): _JsonReader(self.info.features)}):
+            item = next(tables, None)
+        if item is None:
+            return
+        yield item
 
 
-def _json_cast(self, table: pa.Table, *args, **options) -> pa.Table:
-    """Return what `Json._cast_table` returns; raise ValueError if it would write numbers or dates as text."""
-    schema = self.info.features.arrow_schema if self.info.features else pa.schema([])  # known from the first chunk
-    for name in {*schema.names} & {*table.column_names}:
-        _refuse_as_text(name, table.schema.field(name).type, schema.field(name).type)
-    return self.unchecked_cast(table, *args, **options)
+class _JsonReader:
+    """`pyarrow.json` as `datasets` calls it. Where a whole chunk or file has only dates, pyarrow makes times of them."""
 
+    ReadOptions = json.ReadOptions
 
-def _refuse_as_text(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
-    """Raise ValueError if a column, also inside of lists and structs, is text elsewhere and something else here."""
-    if pa.types.is_struct(given) and pa.types.is_struct(wanted):
-        for field in wanted:
-            if (index := given.get_field_index(field.name)) >= 0:
-                _refuse_as_text(f"{name}/{field.name}", given.field(index).type, field.type)
-    elif hasattr(given, "value_type") and hasattr(wanted, "value_type"):
-        _refuse_as_text(name, given.value_type, wanted.value_type)
-    elif pa.types.is_string(wanted) and not (pa.types.is_string(given) or pa.types.is_null(given)):
-        raise ValueError(f"`{name}` is text in the first rows, but {given} in all rows of a later part: write one type")
+    def __init__(self, features: "Features | None"):
+        self.types = {field.name: field.type for field in features.arrow_schema} if features else {}
+
+    def read_json(self, file: BinaryIO, read_options: json.ReadOptions) -> pa.Table:
+        """Return the table of a chunk of JSON lines; a date is text if earlier rows of its column are text."""
+        table = json.read_json(file, read_options=read_options)
+        known = [(field, self.types.get(field.name)) for field in table.schema if "timestamp" in str(field.type)]
+        texts = [(field.name, type_) for field, type_ in known if type_ and not re.search("timestamp|ext", str(type_))]
+        if not texts:
+            return table
+        file.seek(0)
+        return json.read_json(file, read_options, json.ParseOptions(explicit_schema=pa.schema(texts)))
 
 
 def _text_tables(self, *files, **options):

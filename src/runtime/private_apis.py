@@ -16,7 +16,7 @@ import torch
 
 
 @contextmanager
-def replaced(functions: dict[tuple[Any, str], Callable]) -> Iterator[None]:
+def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
     """Replace functions, {(module or class, name): function}, within; ignore those that this version lacks."""
     originals = {(owner, name): getattr(owner, name) for owner, name in functions if hasattr(owner, name)}
     try:
@@ -185,13 +185,12 @@ def shard_over_gloo() -> None:
 # ---- datasets 5.2 ----------------------------------------------------------------------------------------------------
 
 
-def replace_table_reader(builder: type, read_tables: Callable, cast_table: Callable | None = None) -> None:
-    """Make a builder of `datasets` read files, and cast tables to the types of the first, with these functions. Keep its
-    own as `unchecked_tables` and `unchecked_cast`. Test: tests/data/test_bad_rows.py."""
+def replace_table_reader(builder: type, read_tables: Callable) -> None:
+    """Make a builder of `datasets` read files with `read_tables`. Keep its own reader as `unchecked_tables`.
+
+    Test: tests/data/test_bad_rows.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
-        if cast_table:
-            builder.unchecked_cast, builder._cast_table = builder._cast_table, cast_table
 
 
 # ---- Python 3.11 to 3.13 ---------------------------------------------------------------------------------------------

@@ -177,31 +177,25 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     assert '"def f"' in rows["text"]
 
 
-@pytest.mark.parametrize(
-    "late, given", [({"text": "2020-01-01"}, "timestamp"), ({"text": 7}, "int64"), ({"text": {"a": 1}}, "struct")]
-)
-def test_text_that_is_something_else_in_a_whole_chunk_or_file(open_data, tmp_path, late, given):
-    """`datasets` would train on `2020-01-01 00:00:00`, on `7` and on `{"a":1}`."""
-    card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
-    for name, files in (
-        ("chunk", {"README.md": card, "a.jsonl": lines(ROW) * 9 + lines(late) * 9}),
-        ("file", {"a.jsonl": lines(ROW) * 9, "b.jsonl": lines(late) * 9}),
-        ("nested", {"a.jsonl": lines({"m": [ROW]}) * 9, "b.jsonl": lines({"m": [late]}) * 9}),
-    ):
-        write(tmp_path / name, files)
-        with pytest.raises(
-            UsageError, match=f"text` is text in the first rows, but {given}|/text. changed from string"
-        ):
-            open_data(dataset_name=tmp_path / name)
+@pytest.mark.parametrize("mutant", [False, True])
+def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatch, mutant):
+    """Where a whole chunk or file has only dates, `datasets` would train on `2020-01-01 00:00:00`."""
     from datasets.packaged_modules.json.json import Json
 
-    checked = Json._cast_table
-    try:
-        Json._cast_table = Json.unchecked_cast
-        rows = datasets.load_dataset(str(tmp_path / "file"), split="train", cache_dir=str(tmp_path / "mutant"))
-    finally:
-        Json._cast_table = checked
-    assert all(isinstance(text, str) for text in rows["text"])
+    replace_readers()
+    if mutant:
+        monkeypatch.setattr(Json, "_generate_tables", Json.unchecked_tables)
+    card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
+    for name, dates in (("top", {"text": "2020-01-01"}), ("nested", {"text": "x", "m": [{"s": "2020-01-01T10:00"}]})):
+        texts = {"text": "def f", "m": [{"s": "n/a"}]} if name == "nested" else ROW
+        write(
+            tmp_path / name,
+            {"README.md": card, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)},
+        )
+        rows = datasets.load_dataset(str(tmp_path / name), split="train", cache_dir=str(tmp_path / "cache"))[:]
+        found = [m[0]["s"] for m in rows["m"]] if name == "nested" else rows["text"]
+        expected = [dates["m"][0]["s"] if name == "nested" else dates["text"]] * 10
+        assert (found[-10:] == expected) == (not mutant)
 
 
 def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
