@@ -19,8 +19,8 @@ from tests.addons.techniques import test_conformance as lists  # noqa: E402
 PAGE = REPOSITORY / "docs" / "support.md"
 TEXT = """# What is tested with what
 
-✓: a test trains it there and compares weights or losses with one process (the link leads to the test); *refused*: one
-sentence at the start says so; –: not tried. `.venv/bin/python benchmarks/support.py` writes this page from the lists
+✓: a test (its number is below) trains it there and compares weights or losses with one process; *refused*: one sentence
+at the start says so; –: not tried. `.venv/bin/python benchmarks/support.py` writes this page from the lists
 that the tests run through; a test compares both. All ran over gloo on CPUs; [performance on GPUs](../benchmarks/README.md)
 is another question. Every task also evaluates bitwise on three processes and resumes bitwise.
 """
@@ -78,14 +78,16 @@ def cells() -> dict[tuple[str, str], str]:
 def page() -> str:
     """Return the text of docs/support.md."""
     table, text = cells(), TEXT
+    files = sorted({*table.values(), *OF_TASKS.values()} - {"refused"})
     groups = [("task", [*OPTIONS, "any torch module"], COLUMNS), ("technique", sorted(TECHNIQUES), COLUMNS[:6])]
     for heading, rows, columns in [*groups, ("optimizer", ["muon"], COLUMNS[:2])]:
         text += f"\n| {heading} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n"
         for row in rows:
             found = [table.get((row, column), "–") for column in columns]
-            marks = [mark if mark in ("–", "refused") else f"[✓](../{mark})" for mark in found]
+            marks = [mark if mark in ("–", "refused") else f"✓ {files.index(mark) + 1}" for mark in found]
             text += f"| {row} | {' | '.join(marks)} |\n"
-    return text + "\nAdapters (`peft`) are refused with DeepSpeed and tensor parallelism, and tested under FSDP2.\n"
+    text += "\nAdapters (`peft`) are refused with DeepSpeed and tensor parallelism, and tested under FSDP2.\n\n"
+    return text + "".join(f"{number}. `{file}`\n" for number, file in enumerate(files, 1))
 
 
 if __name__ == "__main__":

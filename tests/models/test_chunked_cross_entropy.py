@@ -64,8 +64,9 @@ def mean_of_means(hidden, weight, bias, targets):
     return torch.stack(means).mean() * (targets != -100).sum()
 
 
-def difference(function, *arguments):
-    pairs = zip(with_gradients(function, *arguments), with_gradients(plain, *arguments), strict=True)
+def difference(function, *arguments, expected=plain):
+    """Return the largest difference of two losses and their gradients."""
+    pairs = zip(with_gradients(function, *arguments), with_gradients(expected, *arguments), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs if a.numel())
 
 
@@ -85,10 +86,12 @@ def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
     assert rows < 50 or difference(mean_of_means, *make(rows)) > 1e-3
 
 
-@pytest.mark.parametrize("rows", [CHUNK, 50])
+# ---- precision and number of operations ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("form", ["autocast", "weights"])
-def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
-    arguments = make(rows, torch.float32 if form == "autocast" else torch.bfloat16, ignored=0)
+def test_under_bfloat16_the_sum_is_float32(small_chunks, form):
+    arguments = make(50, torch.float32 if form == "autocast" else torch.bfloat16, ignored=0)
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
         loss, *gradients = with_gradients(ours, *arguments)
         score, _ = scores(*arguments)
@@ -102,9 +105,6 @@ def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
         assert (got - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
-# ---- precision and number of operations --------------------------------------------------------------------------------
-
-
 def recomputed_in_chunks(hidden, weight, bias, targets):
     """The mutant: recomputes the logits of each chunk, and adds the gradients of the head in 16 bits under autocast."""
     rows = chunked_cross_entropy.chunk_rows("cpu", weight.shape[0])
@@ -112,7 +112,7 @@ def recomputed_in_chunks(hidden, weight, bias, targets):
     return sum(chunked_cross_entropy.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
 
 
-@pytest.mark.parametrize("options", [PLAIN, CrossEntropy(label_smoothing_factor=0.1, z_loss=1e-3, focal_gamma=0.5)])
+@pytest.mark.parametrize("options", [PLAIN, ALL_OPTIONS])
 def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
     hidden, weight, _, targets = make(4088, torch.float32, ignored=0, vocabulary=8_192, features=16)
     weight = weight.detach().mul(0.02).requires_grad_()
@@ -162,17 +162,16 @@ def products(function, *arguments) -> float:
     return counter.get_total_flops() / (2 * hidden.shape[0] * weight.numel())
 
 
-@pytest.mark.parametrize("rows", [CHUNK, 50])
 @pytest.mark.parametrize("low", [False, True])
-def test_three_matrix_products(small_chunks, rows, low):
-    arguments = make(rows, torch.float32)
+def test_three_matrix_products(small_chunks, low):
+    arguments = make(50, torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert products(ours, *arguments) <= 3.1
         assert products(recomputed_in_chunks, *arguments) >= 3.9  # the mutant
         assert products(lambda *given: ours(*given, ALL_OPTIONS), *arguments) <= 3.1
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             scores(*arguments)
-    assert counter.get_total_flops() == 2 * rows * arguments[1].numel()
+    assert counter.get_total_flops() == 2 * 50 * arguments[1].numel()
 
 
 # ---- compiled ----------------------------------------------------------------------------------------------------------
@@ -184,11 +183,10 @@ def test_compiled_once_for_any_number_of_rows(capsys):
 
     compiled = CompiledOnAccelerators(chunked_cross_entropy._sums_of_rows.function, uncompiled_devices=())
     before = counters["stats"]["unique_graphs"]
-    for rows in (50, 7, 0, 1, CHUNK, 300):
+    for rows in (50, 0, 1, 300):
         hidden, weight, bias, targets = make(rows, torch.float32)
         arguments = (hidden * 1, targets, weight, bias, PLAIN)
         assert compiled.compiles(*arguments, True)
-        assert compiled.compiles(*arguments, False)
         gradients = torch.autograd.grad(compiled(*arguments, True)["loss"], (hidden, weight, bias))
         expected = with_gradients(lambda *given: plain(*given) / 0.37, hidden, weight, bias, targets)[1:]
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(gradients, expected, strict=True))
@@ -198,7 +196,7 @@ def test_compiled_once_for_any_number_of_rows(capsys):
         expected = chunked_cross_entropy.sums_from_logits(F.linear(hidden, weight, bias), targets, False)
         assert loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
         assert correct == expected["correct"]
-    assert counters["stats"]["unique_graphs"] - before == 3  # training, and evaluation with and without a graph
+    assert counters["stats"]["unique_graphs"] - before == 2  # training and evaluation
     assert capsys.readouterr().err == ""
 
 

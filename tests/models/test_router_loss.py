@@ -81,10 +81,8 @@ def test_weights_do_not_depend_on_the_split(folder, tmp_path):
 
 
 def test_coefficient_is_the_models_or_the_users(folder):
-    assert open_model(folder, "mixtral")[0].router_coefficient == 0.2
     assert open_model(folder, "mixtral", router_aux_loss_coef=0)[0].router_coefficient == 0
     assert open_model(folder, "silent", router_aux_loss_coef=0.5)[0].router_coefficient == 0.5
-    task, model, rows = open_model(folder, "silent")
-    assert set(task.loss(model.train(), task.collate(rows, True).inputs)) == {"loss"}
+    assert open_model(folder, "silent")[0].router_coefficient == 0
     with pytest.raises(UsageError, match=r"LlamaForCausalLM.*--router_aux_loss_coef 0"):
         open_model(folder, "dense", router_aux_loss_coef=0.1)

@@ -15,30 +15,26 @@ CHAT = [
     {"role": "user", "content": "hello hi"},  # a user who repeats the assistant
     {"role": "assistant", "content": "hello"},
 ]
+LOOP = "{% for m in messages %}"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["def f(x)"], chat_template=kit.CHATML)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["def f(x)"]))
 
 
-@pytest.mark.parametrize("first, turns", [(0, 2), (1, 2), (3, 1)])
-def test_turns_of_the_assistant(tokenizer, first, turns):
-    text, spans = render_chat(tokenizer, CHAT[first:], "row 0")
-    assert text == "".join(f"<|{m['role']}|>{m['content']}<|endoftext|>\n" for m in CHAT[first:])
-    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>\n"] * turns
-    assert all(text[:a].endswith("<|assistant|>") for a, _ in spans)
-    assert render_chat(tokenizer, CHAT[:1], "row 0") == ("<|user|>hi<|endoftext|>\n", [])
+def render(tokenizer, template, *arguments):
+    tokenizer.chat_template = template
+    return render_chat(tokenizer, *arguments)
 
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
 TEMPLATES = {  # and what each writes around an assistant's words
-    "chatml": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "chatml": (LOOP + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
     "llama 3": (
-        "<|begin|>{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "<|eot_id|>",
@@ -63,14 +59,13 @@ WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_loss_never_covers_a_header_of_the_template(tokenizer, monkeypatch, name):
+def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
     template, header, end = TEMPLATES[name]
-    monkeypatch.setattr(tokenizer, "chat_template", template)
     mutant_failed = False
     for words in WORDS:
         say = {"role": "assistant", "content": words}
         for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
-            text, turns = render_chat(tokenizer, chat, "row 0")
+            text, turns = render(tokenizer, template, chat, "row 0")
             assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
             for a, b in turns:
                 assert text[:a].endswith(header)
@@ -81,32 +76,25 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, monkeypatch, name
 
 # ---- templates and chats that are refused ----------------------------------------------------------------------------
 
-LOOP = "{% for m in messages %}"
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
-
-
-def turns(*roles):
-    return [{"role": role, "content": "yes"} for role in roles]
+GPT = {"role": "gpt", "content": "yes"}
 
 
 @pytest.mark.parametrize(
     "messages, words",
     [
         ([{"content": "no role"}], "turn 0 has no role or"),
-        ("text", ""),
         ([CHAT[0], CALL], "tool_calls of turn 1"),
-        ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
         ([CHAT[0], CHAT[1] | {"thinking": "why"}], "does not write the thinking of turn 1"),
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
-        (turns("user", "Assistant"), "turn 1 has the role 'Assistant'"),
-        (turns("user", "gpt", "user", "assistant"), "turn 1 has the role 'gpt'"),
+        ([CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
         ([PARTS, *CHAT[1:]], "content of turn 0"),
     ],
 )
 def test_unusable_chats_are_refused(tokenizer, messages, words):
     with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
-        render_chat(tokenizer, messages, "row 3")
+        render(tokenizer, kit.CHATML, messages, "row 3")
 
 
 @pytest.mark.parametrize(
@@ -116,17 +104,15 @@ def test_unusable_chats_are_refused(tokenizer, messages, words):
         (LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", CHAT, "earlier turns.*--chat_template"),
     ],
 )
-def test_templates_that_hide_the_turns_are_refused(tokenizer, monkeypatch, template, chat, words):
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+def test_templates_that_hide_the_turns_are_refused(tokenizer, template, chat, words):
     with pytest.raises(UsageError, match=f"row 3: .*{words}"):
-        render_chat(tokenizer, chat, "row 3")
+        render(tokenizer, template, chat, "row 3")
 
 
-def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer, monkeypatch):
+def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer):
     template = LOOP + "<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n"
     template += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CALL], "row 3")
+    text, [(a, b)] = render(tokenizer, template, [CHAT[0], CALL], "row 3")
     assert text[a:b].startswith('[{"function"')
     assert "None" not in text
 
@@ -135,23 +121,21 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"ty
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-def test_tools_of_a_row_are_given_to_the_template(tokenizer, monkeypatch, tools):
+def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     """Arrow gives all tools the same parameters, which are null where a tool has none of that name."""
     with pytest.raises(UsageError, match=r"row 3: `messages`.* does not write the `tools`.*--chat_template"):
-        render_chat(tokenizer, CHAT, "row 3", tools)
+        render(tokenizer, kit.CHATML, CHAT, "row 3", tools)
     template = "{% if tools %}<|tools|>{{ tools | tojson }}\n{% endif %}" + kit.CHATML
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    text, turns = render_chat(tokenizer, CHAT, "row 3", tools)
-    plain, _ = render_chat(tokenizer, CHAT, "row 3")
-    head = text.removesuffix(plain)
+    text, turns = render(tokenizer, template, CHAT, "row 3", tools)
+    head = text.removesuffix(render(tokenizer, kit.CHATML, CHAT, "row 3")[0])
     assert json.loads(head.removeprefix("<|tools|>"))[0]["function"]["parameters"] == {"x": {"type": "int"}}
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
-def test_dropped_words_are_warned_about_once(tokenizer, monkeypatch, capsys):
+def test_dropped_words_are_warned_about_once(tokenizer, capsys):
     warn_once.cache_clear()
     template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     for _ in range(2):
-        render_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+        render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
     assert capsys.readouterr().err.count("warning: the chat template ") == 1
