@@ -89,18 +89,3 @@ def test_renamed_or_moved_checkpoint_is_still_of_the_run(tiny, straight, interru
     moved = good.rename(run / "best of all")  # out of the folder with the others
     assert find(run, recipe.flags(tiny, resume=moved))[0] == moved
     assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny, resume=moved)), straight[1])
-
-
-@pytest.mark.parametrize("how", ["link", "copy"])
-def test_link_or_copy_made_by_the_user_stays(tiny, straight, interrupted, how):
-    """A checkpoint that is resumed by a link to it is not archived as one that the run will write again."""
-    run = interrupted()
-    mine = run / "checkpoints" / "mine"
-    if how == "copy":
-        shutil.copytree(run / at_step(8), mine)
-    else:
-        mine.symlink_to("step_00000008")
-    train_until_killed(9, 1, run, *recipe.flags(tiny, resume=f"{mine}/" if how == "link" else None))
-    left = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert left == ["mine", "step_00000004", "step_00000008"]
-    assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])

@@ -61,19 +61,6 @@ def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
     assert len({rank for ranks in by_layer.values() for rank in ranks}) == min(world, len(by_layer))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_writers_are_balanced_by_size(world):
-    tensors, loads, layers = tensors_of_model(layers=20), [0] * world, {}
-    for (part, name), rank in assign_tensors_to_ranks(tensors, world).items():
-        loads[rank] += tensors[part][name].nbytes
-        layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
-    assert max(loads) <= sum(loads) / world + max(layers.values())
-    in_turn = [0] * world  # the mutant: layers in the order of the model, split into equally many
-    for i, size in enumerate(layers.values()):
-        in_turn[i * world // len(layers)] += size
-    assert max(loads) < max(in_turn)
-
-
 # ---- many writers ------------------------------------------------------------------------------------------------------
 
 

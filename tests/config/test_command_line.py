@@ -86,22 +86,3 @@ def test_dry_run_prints_the_plan(files, plan):
         f"{4 * 4 * parameters / 1024:.3g} KiB per device"
     )  # weights, gradients, 2 moments
     assert row(output, "disk").endswith("in run")
-
-
-def test_dry_run_lists_techniques_and_counts_their_copies(plan):
-    given = "{ema: {final: true}, sam: null, clip_by_value: {limit: 2}, neftune: null, hard_examples: null}"
-    output = plan(max_steps=4, techniques=given)
-    changing = "hard_examples (share 0.5, start_step 1), neftune (alpha 5.0)"  # these change the model
-    assert (
-        row(output, "techniques") == f"sam (rho 0.05), {changing}, clip_by_value (limit 2.0), ema (decay 0.999, final)"
-    )
-    assert "(2 extra copies for techniques)" in row(output, "memory")
-
-
-def test_dry_run_of_a_million_million_steps_prints_notes(plan):
-    output = plan(max_steps=10**12, num_train_epochs=3, max_length=8)
-    assert row(output, "steps").startswith("1,000,000,000,000 of 32 examples")
-    assert "5.00e-05 at step 0" in row(output, "learning rate")
-    assert "num_train_epochs 3 is ignored because max_steps is 1000000000000" in output
-    assert "rows were longer than max_length" in output
-    assert row(output, "evaluation data") == "none: no evaluation"

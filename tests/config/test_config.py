@@ -110,17 +110,6 @@ def test_none_on_the_command_line_clears_a_field(here):
     assert "--seed: 'none'" in errors("--seed", "none")
 
 
-def test_task_of_a_flag_wins_over_the_file(here):
-    _, options = parsed("--task", "text_classification", task="causal_lm", max_length=12)
-    assert type(options) is OPTIONS["text_classification"]()
-    assert options.max_length == 12
-
-
-def test_run_is_named_after_its_file(here):
-    assert parsed(seed=1)[0].output_dir == "runs/run"
-    assert parsed("--output_dir", "elsewhere", seed=1)[0].output_dir == "elsewhere"
-
-
 @pytest.mark.parametrize("old", ["dataset_name", "train_file", "mixture"])
 @pytest.mark.parametrize("new", ["dataset_name", "train_file", "mixture"])
 def test_data_of_a_flag_replaces_data_of_the_run_file(here, old, new):

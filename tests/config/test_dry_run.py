@@ -1,14 +1,13 @@
 """--dry_run prints the plan of a run, without a process group, and without memory for a large model."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 import train
 from src.config.errors import UsageError
-from tests.helpers import kit, plain_task
+from tests.helpers import plain_task
 
 
 def dry_run(plain: dict, **fields) -> None:
@@ -55,19 +54,3 @@ def test_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path):
     )
     dry_run(plain, output_dir=tmp_path)
     assert asked == [True]
-
-
-def test_task_whose_build_cannot_be_empty_has_a_dry_run(plain, monkeypatch, tmp_path, capsys):
-    build = plain_task.Task.build
-    monkeypatch.setattr(plain_task.Task, "build", lambda task, weights=None: build(task, weights))
-    dry_run(plain, output_dir=tmp_path)
-    assert "1,436 (1,436 trainable)" in capsys.readouterr().out
-
-
-def test_dry_run_of_a_run_to_resume_does_not_need_its_init_from(plain, tmp_path, capsys):
-    one, two = tmp_path / "one", tmp_path / "two"
-    kit.run_training(1, one, *plain_task.flags(plain, max_steps=2))
-    kit.run_training(1, two, *plain_task.flags(plain, max_steps=2, init_from=one))
-    shutil.rmtree(one)
-    dry_run(plain, max_steps=2, init_from=one, output_dir=two)
-    assert "1,436 (1,436 trainable)" in capsys.readouterr().out

@@ -70,13 +70,6 @@ def test_setup_with_an_old_python(project, old_python):
     assert not (project / ".venv").exists()
 
 
-def test_setup_with_a_missing_python(project):
-    code, [line], _ = make(project, "setup", "PYTHON=python0")
-    assert code == 2
-    assert "python0" in line
-    assert "make setup PYTHON=" in line
-
-
 def test_setup_again_after_a_failure(project):
     """And over a broken environment."""
     (project / "requirements.txt").write_text("./no-such-folder\n")
@@ -92,13 +85,6 @@ def test_setup_again_after_a_failure(project):
     assert make(project, "setup")[:2] == (0, [])
     assert run(python, "-m", "pip", "--version")[0] == 0
     assert "Nothing to be done" in make(project, "setup")[2]
-
-
-def test_train_py_with_an_old_python(old_python):
-    code, [line], _ = run(old_python, "train.py", "--help")
-    assert code == 2
-    assert "3.10.4" in line
-    assert "make setup PYTHON=" in line
 
 
 def test_train_py_without_its_packages():

@@ -48,9 +48,3 @@ def test_progress_lines(capsys, monkeypatch):
     assert [re.sub(f"^{TIME} ", "", line) for line in lines] == [
         f"evaluation: {count} of 1,000 batches" for count in (101, 202, 303)
     ]
-
-
-def test_line_without_a_loss(capsys):
-    shown = console.Console(10, "tokens", 0)
-    shown.line({"kind": "train", "step": 1, "loss": None, "learning_rate": None, "tokens_per_second": 0.0})
-    assert "loss none" in capsys.readouterr().out

@@ -69,25 +69,6 @@ def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
         assert fetch(url) == content
 
 
-@pytest.mark.parametrize(
-    "name, suffix",
-    [
-        ("query.jsonl", "?download=true&token=a%2Fb"),
-        ("part.json", "?x=1#part"),
-        ("fetched.json", ""),
-        ("escaped.jsonl", "%2F..%2F..%2Ffiles%2Fescaped.jsonl"),
-    ],
-)
-def test_names_of_urls(hub, fetch, tmp_path, name, suffix):
-    url = serve(hub, name, b"rows") + suffix
-    before = len(hub.requests)
-    assert fetch(url) == fetch(url) == b"rows"
-    sent = url.removeprefix(hub.files_url).partition("#")[0]  # unchanged, because a signature may cover it
-    assert {r.path for r in hub.requests[before:]} == {f"/files{sent}"}
-    (copy,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.read_bytes() == b"rows"]
-    assert copy.parent.parent.name == "downloads"
-
-
 @pytest.mark.parametrize("status", [401, 404])
 def test_missing_or_private_file_is_not_retried(hub, fetch, status):
     url = serve(hub, f"refused{status}", b"")

@@ -28,17 +28,6 @@ def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
     assert jsonl.strict_json(values) == {"a": None, "b": [None, 1.5], "c": {"d": None}, "e": 3}
 
 
-def test_lines_wait_for_a_missing_folder(tmp_path, capsys):
-    lines = jsonl.JsonlWriter(tmp_path / "there" / "a.jsonl")
-    lines.add({"step": 1})
-    lines.try_flush()
-    assert "No such file or directory" in capsys.readouterr().err
-    (tmp_path / "there").mkdir()
-    lines.add({"step": 2})
-    lines.try_flush()
-    assert read(tmp_path / "there" / "a.jsonl") == [{"step": 1}, {"step": 2}]
-
-
 # ---- a full disk -------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 
 import train
 from src.checkpointing.checkpoint_folder import read_state
-from src.config import schema
-from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, meter
@@ -257,21 +255,6 @@ def test_update_best(greater, values, stale):
     assert progress.best == ((max if greater else min)(known) if known else None)
 
 
-@pytest.mark.parametrize(
-    "metric, given, expected",
-    [
-        (None, None, ("loss", False)),
-        ("eval_loss", None, ("loss", False)),
-        ("eval_f1", None, ("f1", True)),
-        ("perplexity", None, ("perplexity", True)),
-        ("loss", True, ("loss", True)),
-    ],
-)
-def test_metric_direction(metric, given, expected):
-    run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
-    assert schema.best_by(run) == expected
-
-
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
 def test_another_metric_starts_the_comparison_over(change):
     run, progress = RunConfig(metric_for_best_model="loss"), TrainState()
@@ -286,34 +269,6 @@ def test_another_metric_starts_the_comparison_over(change):
 
 def intervals(num_steps: int = 10, has_validation: bool = True, fields: dict | None = None, **state) -> Intervals:
     return Intervals(RunConfig(**(fields or {})), TrainState(**state), num_steps, has_validation)
-
-
-def steps_at(due: str, last: int = 10, **kwargs) -> list[int]:
-    """Return the steps of a run at which something is due that was never done before."""
-    found = []
-    for number in range(last + 1):
-        at = intervals(**kwargs)
-        at.state.step = number
-        found += [number] if getattr(at, due)() else []
-    return found
-
-
-def test_what_is_due_at_which_step():
-    assert steps_at("finished") == [10]
-    assert steps_at("log", fields={"logging_steps": 4}) == [4, 8, 10]  # and always at the end
-    assert steps_at("evaluate", fields={"eval_steps": 4}) == [4, 8, 10]
-    assert steps_at("save", fields={"save_steps": 4}) == [4, 8, 10]
-    assert steps_at("evaluate", has_validation=False, fields={"eval_steps": 4}) == []
-
-
-def test_what_was_done_is_not_due_again():
-    assert not intervals(step=8, logged=8, fields={"logging_steps": 4}).log()
-    assert not intervals(step=8, evaluated=8, fields={"eval_steps": 4}).evaluate()
-    resumed = intervals(step=8, evaluated=4, fields={"save_steps": 4, "eval_steps": 4})
-    assert not resumed.save()  # this is the checkpoint that the run resumed from
-    assert resumed.evaluate()
-    resumed.state.evaluated = 8
-    assert resumed.save()  # its evaluation was interrupted and is finished now
 
 
 def test_run_without_any_update_fails(tiny, tmp_path, monkeypatch):
@@ -356,12 +311,3 @@ def test_metric_that_is_not_finite(tiny, tmp_path, monkeypatch, stops):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
         f"step_000000{8 if stops else 12:02d}"
     ]
-
-
-def test_sets_without_targets_are_no_reason_to_stop():
-    empty = {"loss": 1.0, "weight": 3.0, "part/loss": float("nan"), "part/weight": 0.0}
-    evaluation.check_finite(empty, RunConfig(stop_on_nan_metric=True), 1)
-    evaluation.check_finite(empty | {"ema/part/loss": float("nan")}, RunConfig(stop_on_nan_metric=True), 1)
-    for bad in ({"ema/perplexity": float("inf")}, {"ema/loss": float("nan")}, {"part/weight": 1.0}):
-        with pytest.raises(Failure, match="step 1"):
-            evaluation.check_finite(empty | bad, RunConfig(stop_on_nan_metric=True), 1)
