@@ -15,7 +15,7 @@ from src.checkpointing.checkpoint_folder import read_state
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, meter
-from src.training.train_state import Intervals, TrainState
+from src.training.train_state import TrainState
 from tests.helpers import killing, kit
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11
@@ -265,10 +265,6 @@ def test_another_metric_starts_the_comparison_over(change):
     progress.update_best({"loss": 4.0, "f1": 0.5}, RunConfig(**{"metric_for_best_model": "loss"} | change))
     assert (progress.best_step, progress.evals_without_improvement) == (4, 0)
     assert progress.best == (0.5 if "metric_for_best_model" in change else 4.0)
-
-
-def intervals(num_steps: int = 10, has_validation: bool = True, fields: dict | None = None, **state) -> Intervals:
-    return Intervals(RunConfig(**(fields or {})), TrainState(**state), num_steps, has_validation)
 
 
 def test_run_without_any_update_fails(tiny, tmp_path, monkeypatch):
