@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError, errors_of
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
@@ -79,10 +79,8 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
         raise UsageError(f"peft: init_lora_weights is {value!r}, which changes the base model or needs data: give true")
-    try:
+    with errors_of("peft"):  # also a package that one type needs
         return tuners[name], configs[name](**given)
-    except Exception as error:  # also a package that one type needs
-        raise UsageError(f"peft: {one_line(error)}") from error
 
 
 def _is_exact(name: str, config: type, tuner: Any) -> bool:
@@ -111,12 +109,9 @@ def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | 
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
     names, tied = list(model.state_dict()), _tied(model)
     torch.manual_seed(cfg.seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
-            tuner = tuner_class(model, config, adapter_name=NAME)
-    except Exception as error:
-        raise UsageError(f"peft: {one_line(error)}") from error
+    with errors_of("peft"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
+        tuner = tuner_class(model, config, adapter_name=NAME)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():

@@ -8,7 +8,8 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def call_or_warn(what: str, call: Callable, *args) -> Any:
 def one_line(error: BaseException, length: int = 300) -> str:
     """Return the beginning of an error message as one line, or without a message the type of the error."""
     return " ".join(str(error).split())[:length] or type(error).__name__
+
+
+@contextmanager
+def errors_of(what: str) -> Iterator[None]:
+    """Within, any exception becomes a UsageError that begins with `what`: for calls of libraries, and of a user's code."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{what}: {one_line(error)}") from error
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from src.config.addons import functions_of_addons
-from src.config.errors import UsageError, one_line, warn
+from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
 from src.models.load_config import model_folder
@@ -40,7 +40,7 @@ def build_model(
         options["attn_implementation"] = cfg.attn_implementation
     name = weights or cfg.model_name_or_path
     folder = weights_folder(cfg, weights) if name and not empty else None
-    try:
+    with errors_of(f"{name or cfg.model_config}: the model could not be built"):
         if empty:
             return _empty_model(auto_class, config, options)
         if folder is None:
@@ -53,8 +53,6 @@ def build_model(
             ignore_mismatched_sizes=True,  # they are reported below
             **options,
         )
-    except Exception as error:
-        raise UsageError(f"{name or cfg.model_config}: the model could not be built: {one_line(error)}") from error
     shapes = {
         key: f" (shape {list(file)} in the file, {list(here)} here)" for key, file, here in info["mismatched_keys"]
     }
@@ -142,10 +140,6 @@ def build_plain_model(
     state = model.state_dict(keep_vars=True)
     same = {id(state[name]): tensor for name, tensor in tensors.items() if name in state}
     tied = {name: same[id(value)] for name, value in state.items() if id(value) in same}
-    try:
+    with errors_of(f"the weights in {folder} do not fit {type(model).__name__}"):
         model.load_state_dict(tied | tensors)
-    except RuntimeError as error:  # it names all that differ
-        raise UsageError(
-            f"the weights in {folder} do not fit {type(model).__name__}: {one_line(error, 1000)}"
-        ) from error
     return model

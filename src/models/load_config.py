@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config.addons import functions_of_addons
-from src.config.errors import UsageError, did_you_mean, one_line, warn
+from src.config.errors import UsageError, did_you_mean, errors_of, warn
 from src.config.paths import plain_name, read_yaml
 from src.config.schema import RunConfig
 from src.runtime import private_apis
@@ -66,10 +66,8 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
     from transformers import AutoConfig
 
     folder = model_folder(cfg, name, field)
-    try:
+    with errors_of(f"{field}: no model could be read from {name}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:
-        raise UsageError(f"{field}: no model could be read from {name}: {one_line(error)}") from error
     _refuse_hub_kernels(cfg, name, config)
     return config
 
@@ -79,11 +77,9 @@ def _config_from_file(cfg: RunConfig, file: str, tokenizer: "PreTrainedTokenizer
 
     given = read_yaml(file)
     model_type = str(given.pop("model_type", None))
-    try:
+    with errors_of(f"{file}: not a valid configuration"):
         defaults = AutoConfig.for_model(model_type)
         config = AutoConfig.for_model(model_type, **_values_of_tokenizer(given, defaults, tokenizer))
-    except Exception as error:
-        raise UsageError(f"{file}: not a valid configuration: {one_line(error)}") from error
     # transformers converts names of earlier versions (`rope_theta`); names that it does not know have no effect.
     names = {*defaults.to_dict(), *defaults.attribute_map, "attn_implementation"}
     unknown = [name for name in given if name not in names and name in config.to_dict()]

@@ -6,7 +6,7 @@ Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError, errors_of
 from src.config.schema import RunConfig
 from src.models.load_config import check_fit, load_config, model_folder
 from src.storage.cache_folder import cache_root, sample_tokenizer
@@ -30,10 +30,8 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     folder = sample_tokenizer(name, cache_root(cfg)) or model_folder(cfg, name, field, has_weights)
     if not cfg.tokenizer_name and not any(Path(folder, file).exists() for file in FILES):
         return None  # a model without a tokenizer is enough for rows of input_ids
-    try:
+    with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:
-        raise UsageError(f"{field}: no tokenizer could be loaded from {name}: {one_line(error)}") from error
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:

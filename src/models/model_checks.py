@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError, errors_of
 from src.runtime.private_apis import known_masks
 
 LENGTH = 8  # of a probe's row, in tokens
@@ -21,13 +21,10 @@ def probing(model: torch.nn.Module):
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            yield
-    except Exception as error:
         # Sizes of its configuration may not fit each other, or it does not take position_ids.
-        raise UsageError(
-            f"model_config or model_name_or_path: {type(model).__name__} does not run on a row of tokens: {one_line(error)}"
-        ) from error
+        what = f"model_config or model_name_or_path: {type(model).__name__} does not run on a row of tokens"
+        with torch.no_grad(), errors_of(what):
+            yield
     finally:
         model.train(training)
 

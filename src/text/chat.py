@@ -5,13 +5,12 @@ Tests: tests/text/test_chat.py and tests/tasks/test_causal_lm.py.
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from src.config.errors import UsageError, one_line, warn
+from src.config.errors import UsageError, errors_of, warn
 from src.text.tokenize_and_pack import IGNORED, token_bytes
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
@@ -30,7 +29,7 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
     if not tokenizer.chat_template:
         raise UsageError(f"{location}: the tokenizer has no chat template: give one with --chat_template FILE")
     if "generation %}" in tokenizer.chat_template:
-        with _errors_of_rendering(location):
+        with errors_of(f"{location}: `messages` could not be rendered"):
             messages, render = _checked(tokenizer, messages, tools)
             chat: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, is_target = list(chat["input_ids"]), chat["assistant_masks"]
@@ -47,7 +46,7 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
 def render_chat(tokenizer: Any, messages: list[dict], location, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
     """Return a chat as text, and the (begin, end) characters of each assistant turn without its header."""
     turns = []
-    with _errors_of_rendering(location):
+    with errors_of(f"{location}: `messages` could not be rendered"):
         messages, render = _checked(tokenizer, messages, tools)
         text = render(messages)
         for i, message in enumerate(messages):
@@ -67,15 +66,6 @@ def render_chat(tokenizer: Any, messages: list[dict], location, tools: Any = Non
             "{% generation %}"
         )
     return text, [(len(before), len(after)) for before, after in turns]
-
-
-@contextmanager
-def _errors_of_rendering(location) -> Iterator[None]:
-    """Raise UsageError for any exception within. A chat template is code and may raise anything."""
-    try:
-        yield
-    except Exception as error:
-        raise UsageError(f"{location}: `messages` could not be rendered: {one_line(error)}") from error
 
 
 def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dict], Render]:

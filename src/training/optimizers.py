@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean
+from src.config.errors import UsageError, did_you_mean, errors_of
 from src.config.optimizer_class import find_class, optimizer_addon, optimizer_arguments
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
@@ -30,13 +30,10 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     cls = find_class(cfg.optim)
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
-    try:
+    with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
         if addon := optimizer_addon(cfg.optim):
             return addon.make(cfg, cls, groups, options)
         return cls(groups, **options)
-    except Exception as error:
-        text = f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters: {error}"
-        raise UsageError(text) from error
 
 
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
