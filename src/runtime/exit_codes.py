@@ -23,6 +23,7 @@ from src.config.errors import Failure, Stopped, UsageError
 from src.config.redact import redact, redact_all
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
+from src.storage import jsonl
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
 STOP_IS_SUCCESS = "STOP_IS_SUCCESS"  # set by `make train`: make and launchers take any code but 0 for a failure
@@ -186,8 +187,9 @@ def _write_status(code: int, message: str) -> None:
     with suppress(OSError):
         status = run_status.read_status(_run_folder)
         if status.get("status") != "failed":
-            last_line = message.strip().splitlines()[-1]
-            run_status.write_status(_run_folder, outcome, status.get("step"), code, last_line)
+            lines = jsonl.read_lines(_run_folder / "metrics.jsonl")[-1:]
+            step = max([status.get("step") or 0, *(line["step"] for line in lines)])  # of a failure: the last line's
+            run_status.write_status(_run_folder, outcome, step, code, message.strip().splitlines()[-1])
 
 
 def print_once(message: str) -> None:

@@ -55,10 +55,11 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
     assert run_status.read_status(folder)["reason"].startswith(f"Stopped by SIGTERM at step {step}")
     assert exit_code(folder) == 75
 
+    compute, last = train.compute_gradient, iter([2, 1, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(train, "compute_gradient", lambda *args: 1 / 0)
+        patch.setattr(train, "compute_gradient", lambda *args: 1 / next(last) and compute(*args))
         assert kit.Ranks("train.py", *flags, folder=tmp_path).wait() == [1]
-    assert outcome(folder) == ("failed", step, 1)
+    assert outcome(folder) == ("failed", step + 2, 1)  # of the last line
     assert run_status.read_status(folder)["reason"] == "ZeroDivisionError: division by zero"
 
     assert kit.Ranks("train.py", *flags, "--max_steps", step + 2, folder=tmp_path).wait() == [0]
