@@ -9,6 +9,7 @@ tests/addons/tools/test_fork.py.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -145,6 +146,8 @@ def main(argv: list[str]) -> None:
     for words in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *words], cwd=target, check=True, stdout=subprocess.DEVNULL)
     print(f"{target}: the core, and the add-ons {', '.join(kept) or 'none'}.")
+    run_files = {path.name for path in (REPOSITORY / "configs").glob("*.yaml")} - {*os.listdir(target / "configs")}
+    print(f"Left out, because an add-on is missing: {', '.join(sorted(run_files))}\n" * bool(run_files), end="")
     print("Next: cd there, git commit, make setup, make test.")
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +24,18 @@ ADDONS = REPOSITORY / "addons"
 
 
 def addon_names(room: str) -> list[str]:
-    """Return the names of the add-ons in addons/ROOM: its files and folders."""
-    paths = (ADDONS / room).glob("*") if (ADDONS / room).is_dir() else ()
-    names = (path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists())
-    return sorted(name for name in names if not name.startswith("_"))
+    """Return the names of the add-ons in addons/ROOM, its files and folders, that have all that they need."""
+    paths = (ADDONS / room).glob("[!_]*") if (ADDONS / room).is_dir() else ()
+    files = (path / "__init__.py" if path.is_dir() else path for path in paths)
+    here = (file for file in files if file.suffix == ".py" and file.exists() and not missing_need(file))
+    return sorted(file.parent.name if file.stem == "__init__" else file.stem for file in here)
+
+
+def missing_need(file: Path) -> str | None:
+    """Return what the first line of an add-on's file names (`# Needs addons/tasks/distillation/.`), if it is not here."""
+    with file.open(encoding="utf-8") as lines:
+        need = re.match(r"# Needs (addons/[\w/]+(?:\.py)?)", lines.readline())
+    return need[1] if need and not (REPOSITORY / need[1]).exists() else None
 
 
 def load_addon(room: str, name: str) -> ModuleType:
@@ -42,7 +51,7 @@ def load_addon(room: str, name: str) -> ModuleType:
 @cache
 def addons_with_fields() -> tuple[ModuleType, ...]:
     """Return all add-ons with a dataclass `Fields`, in the order of their paths; imports them."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ADDONS.rglob("*.py"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ADDONS.rglob("*.py")) if not missing_need(path)}
     paths = [path.relative_to(REPOSITORY) for path, text in texts.items() if re.search(r"^class Fields\b", text, re.M)]
     return tuple(import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__")) for path in paths)
 
@@ -86,9 +95,11 @@ def missing_addon(name: str, value: Any = None) -> str | None:
     rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
     is_choice = room and isinstance(value, str) and value in rules.get("enum", ())
     addon = f"addons/{room}/{value}" if is_choice else rules.get("x-add-on")
-    if not addon or any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")):
+    files = [file for end in (".py", "/__init__.py") if addon and (file := REPOSITORY / f"{addon}{end}").exists()]
+    if not addon or (files and not missing_need(files[0])):
         return None
-    return f"{name}: this is of the add-on {addon}, which is not here: restore it, or remove this from the run file"
+    missing = f"{addon}, which needs {missing_need(files[0])}, which" if files else f"{addon}, which"
+    return f"{name}: this is of the add-on {missing} is not here: restore it, or remove this from the run file"
 
 
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:

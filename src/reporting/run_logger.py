@@ -55,7 +55,7 @@ class RunLogger:
                 self._begin_files()
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        self.console = console.Console(run.num_steps, run.task.unit, self.state.step)
+        self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
         if is_training:
             # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
             run.hosts.sum([0.0])

@@ -27,7 +27,9 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
 
     `tools`: what the row says about the functions that the assistant may call; None: nothing."""
     if not tokenizer.chat_template:
-        raise UsageError(f"{location}: the tokenizer has no chat template: give one with --chat_template FILE")
+        raise UsageError(
+            f"{location}: the tokenizer has no chat template: give --chat_template configs/chatml.jinja, or your own"
+        )
     if "generation %}" in tokenizer.chat_template:
         with errors_of(f"{location}: `messages` could not be rendered"):
             messages, render = _checked(tokenizer, messages, tools)

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from src.config.addons import ADDONS, addon_names
 from tests.helpers import kit
 
@@ -28,7 +30,7 @@ def differences(table: dict[str, list[str]], here: set[str]) -> list[str]:
     for name, (*_, tests) in table.items():
         files = re.findall(r"`(tests/addons/[\w/]+\.py)`", tests)
         missing = [file for file in files if not (kit.REPOSITORY / file).exists()]
-        if name in here and (missing or not files):
+        if name in here and (missing == files):  # of several that it shares with add-ons of which one is not here
             found.append(f"{name}: {', '.join(missing) or 'its tests'} missing")
         if name not in here and files and not missing and all(f"/test_{name.split('/')[-1]}" in file for file in files):
             found.append(f"{name} is not here, but its tests are")
@@ -43,6 +45,8 @@ def test_mutants_of_the_table_are_caught():
     page = (ADDONS / "README.md").read_text()
     table, here = rows(page), listed()
     some = "tools/ledger"
+    if some not in here:
+        pytest.skip(f"the add-on {some} is not here")
     assert differences({name: cells for name, cells in table.items() if name != some}, here) == [f"{some} has no row"]
     assert differences(table, here - {some}) == [f"{some} is not here, but its tests are"]
     moved = table | {some: [*table[some][:2], "`tests/addons/tools/test_gone.py`"]}

@@ -136,14 +136,14 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["--techniques", "{1: {}}"], "the key 1 is not text"),
-        (["--techniques", "{unfreeze: {steps: {5: 1}}}"], "the key 5 is not text"),
+        (["--optim_args", "{1: {}}"], "the key 1 is not text"),
+        (["--optim_args", "{a: {b: {5: 1}}}"], "the key 5 is not text"),
         (["--parameter_groups", "{x: {lr_facto: 2}}"], "x: lr_facto: unknown field; did you mean lr_factor?"),
         (["--parameter_groups", "{x: {lr_factor: -1}}"], "x: lr_factor: -1: "),
         (["--parameter_groups", "{x: {weight_decay: yes}}"], "x: weight_decay: True: "),
-        (["--techniques", "{sam: {}, sam: {rho: 1}}"], "the key 'sam' is given twice"),
-        (["--techniques", '{"sam": {}, "sam": {"rho": 1}}'], "the key 'sam' is given twice"),
-        (["--techniques", "ema", "sam"], "ema sam"),
+        (["--optim_args", "{a: {}, a: {b: 1}}"], "the key 'a' is given twice"),
+        (["--optim_args", '{"a": {}, "a": {"b": 1}}'], "the key 'a' is given twice"),
+        (["--optim_args", "a", "b"], "a b"),
     ],
 )
 def test_mappings_need_names_each_given_once(here, argv, part):

@@ -36,7 +36,6 @@ def test_epoch_of_few_steps_is_warned_of(plain, tmp_path, capsys, size, warned):
     [
         ({"freeze": ["nope"]}, "freeze: nope"),
         ({"parameter_groups": {"nope": {"lr_factor": 2}}}, "parameter_groups: nope"),
-        ({"techniques": {"neftune": None}}, "get_input_embeddings"),
         ({"optim": "rprop", "optim_args": {"etas": [1.2, 0.5]}, "weight_decay": 0}, "refuses its arg"),
     ],
     ids=str,

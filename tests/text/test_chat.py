@@ -28,11 +28,9 @@ def render(tokenizer, template, *arguments):
     return render_chat(tokenizer, *arguments)
 
 
-TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
 TEMPLATES = {  # and what each writes around an assistant's words
-    "chatml": (LOOP + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "chatml": ((kit.REPOSITORY / "configs/chatml.jinja").read_text(), "<|im_start|>assistant\n", "<|im_end|>\n"),
     "llama 3": (
         "{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
