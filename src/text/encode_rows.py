@@ -134,7 +134,7 @@ class Encoder:
     def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
         if len(labels) != len(ids):
             raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
-        if mask is not None and (len(mask) != len(ids) or not all(mask)):
+        if mask is not None and (len(mask) != len(ids) or any(value != 1 for value in mask)):
             raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
         for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
             if values and not 0 <= min(values) <= max(values) < self.vocab_size:

@@ -272,7 +272,7 @@ def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenize
     assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 1]])
+@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 1], [1, 1, 2]])
 def test_mask_of_padding_is_refused(folder, mask):
     with pytest.raises(UsageError, match=r"rows\.jsonl, .*`attention_mask`"):
         open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": mask}])

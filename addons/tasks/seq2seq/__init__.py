@@ -1,3 +1,4 @@
+# Needs addons/metrics/evaluate/.
 """Text to text with an encoder-decoder model (T5, BART, …): summaries, translations, docstrings.
 
 A row is {"source": "…", "target": "…"}. Evaluation also generates a text for every row and compares it with the target
