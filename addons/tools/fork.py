@@ -113,7 +113,7 @@ def tests_of(gone: set[str]) -> set[str]:
 
 def is_of(file: str, gone: set[str]) -> bool:
     """Return whether a file is a part of these add-ons or rooms, or of the tests of these rooms."""
-    match = re.match(r"(?:tests/)?addons/(\w+)/(\w+)", file)
+    match = re.match(r"(?:tests/(?=\S+/test_))?addons/(\w+)/(\w+)", file)  # what tests share stays
     return match is not None and bool({match[1], f"{match[1]}/{match[2]}"} & gone)
 
 

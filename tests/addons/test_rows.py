@@ -27,12 +27,20 @@ def listed() -> set[str]:
 def differences(table: dict[str, list[str]], here: set[str]) -> list[str]:
     """Return add-ons without a row, rows without an add-on although its tests are here, and tests that are not."""
     found = [f"{name} has no row" for name in sorted(here - table.keys())]
-    for name, (*_, tests) in table.items():
-        files = re.findall(r"`(tests/addons/[\w/]+\.py)`", tests)
-        missing = [file for file in files if not (kit.REPOSITORY / file).exists()]
-        if name in here and (missing == files):  # of several that it shares with add-ons of which one is not here
+    files_of = {name: re.findall(r"`(tests/addons/[\w/]+\.py)`", tests) for name, (*_, tests) in table.items()}
+    shared = {
+        file for name, files in files_of.items() if name not in here for file in files
+    }  # went with another add-on
+    for name, files in files_of.items():
+        missing = [file for file in files if not (kit.REPOSITORY / file).exists() and file not in shared]
+        if name in here and (missing or not files):
             found.append(f"{name}: {', '.join(missing) or 'its tests'} missing")
-        if name not in here and files and not missing and all(f"/test_{name.split('/')[-1]}" in file for file in files):
+        if (
+            name not in here
+            and files
+            and all((kit.REPOSITORY / file).exists() for file in files)
+            and all(f"/test_{name.split('/')[-1]}" in file for file in files)
+        ):
             found.append(f"{name} is not here, but its tests are")
     return found
 
