@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from addons.tools import find_lr
 from addons.tools.find_lr import RangeTest, Result, result
-from src.config.errors import UsageError
 from tests.helpers import kit, technique_runs
 
 # ---- what losses suggest -----------------------------------------------------------------------------------------------
@@ -135,17 +134,3 @@ def test_nothing_holds_the_wrapper_at_the_end(tmp_path, fields, module):
         del fields["updates"], fields["start_lr"]
     argv = kit.flags(**fields)
     assert kit.spawn(2, _wrappers_at_shutdown, module, argv, out=tmp_path / "out") == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"start_lr": 1.0, "end_lr": 0.1}, ["start_lr is 1.0", "end_lr, which is 0.1"]),
-        ({"updates": "many"}, ["updates", "'many'"]),
-        ({"updates": 3}, ["updates is 3", "20"]),
-    ],
-)
-def test_bad_values_of_its_own_flags(given, words):
-    with pytest.raises(UsageError) as refused:
-        find_lr.own_flags(kit.flags(**given))
-    assert all(word in str(refused.value) for word in words)
