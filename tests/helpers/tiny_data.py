@@ -122,3 +122,10 @@ def tiny_tokenizer(folder, texts=(), size: int = 320, chat_template: str | None 
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return Path(folder)
+
+
+def bert_recipe(task: str, folder: Path, **fields) -> dict:
+    """Return the fields of a run of `task` on the files of `folder` with its tiny BERT, in float64."""
+    names = {"model_config": "bert.yaml", "tokenizer_name": "tokenizer", "cache_dir": "cache"}
+    names |= {"train_file": "train.jsonl", "validation_file": "validation.jsonl"}
+    return {"task": task, "dtype": "float64"} | {name: folder / file for name, file in names.items()} | fields

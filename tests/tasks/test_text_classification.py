@@ -11,17 +11,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
 
 from src.config.errors import UsageError
-from tests.conformance import checks
+from tests.conformance import checks, recipes
 from tests.helpers import kit
 
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+BERT = {name: value for name, value in recipes.BERT.items() if "dropout" not in name}
 LABELS = ["blue", "green", "red"]
 
 
@@ -48,15 +41,7 @@ def folder(tmp_path_factory):
 
 
 def recipe(folder, **fields):
-    return {
-        "task": "text_classification",
-        "model_config": folder / "bert.yaml",
-        "tokenizer_name": folder / "tokenizer",
-        "train_file": folder / "train.jsonl",
-        "validation_file": folder / "validation.jsonl",
-        "cache_dir": folder / "cache",
-        "dtype": "float64",
-    } | fields
+    return kit.bert_recipe("text_classification", folder, **fields)
 
 
 def open_data(folder, **fields):

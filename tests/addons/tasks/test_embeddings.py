@@ -30,18 +30,8 @@ def folder(tmp_path_factory):
 
 
 def recipe(folder, **fields):
-    return {
-        "task": "embeddings",
-        "model_config": folder / "bert.yaml",
-        "tokenizer_name": folder / "tokenizer",
-        "train_file": folder / "train.jsonl",
-        "validation_file": folder / "validation.jsonl",
-        "cache_dir": folder / "cache",
-        "dtype": "float64",
-        "anchor_column": "query",
-        "positive_column": "found",
-        "negative_column": "other",
-    } | fields
+    columns = {"anchor_column": "query", "positive_column": "found", "negative_column": "other"}
+    return kit.bert_recipe("embeddings", folder, **columns | fields)
 
 
 def texts_of(folder, file) -> list[list[str]]:
