@@ -4,13 +4,14 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.checkpointing import run_identity
+from src.checkpointing import locate_weights, run_identity
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
@@ -97,6 +98,15 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
     declared = changeable_fields(RunConfig, OPTIONS["causal_lm"]())
     monkeypatch.setattr(run_identity, "changeable_fields", lambda *kinds: every)
     assert set(wrongly_treated(tmp_path, "causal_lm")) == every - declared - BY_CONTENT
+
+
+def test_another_order_of_patterns_is_another_run(tmp_path):
+    """The first pattern that matches a parameter decides."""
+    groups = {"*.bias": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
+    was = RunConfig(output_dir="run", max_steps=12, dataset_name="data", parameter_groups=groups)
+    now = dataclasses.replace(was, parameter_groups=dict(reversed(groups.items())))
+    assert check(tmp_path, was, was=was) == []
+    assert "parameter_groups" in refusal(tmp_path, now, was=was)
 
 
 # ---- length ------------------------------------------------------------------------------------------------------------
@@ -247,3 +257,11 @@ def test_harmless_changes_are_remarked_and_change_no_weight(tiny, straight, inte
         assert text in said
     assert said.count("changed since step_00000008: ") == 6
     assert kit.same(run.weights, straight[1].weights)
+
+
+def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):
+    for folder in (straight[1].folder / "final", straight[1].folder / recipe.at_step(12)):
+        cfg = RunConfig(model_name_or_path=str(folder))
+        for precision in ("no", "bf16"):
+            locate_weights.warn_of_precision(cfg, SimpleNamespace(mixed_precision=precision))
+            assert ("evaluated with" in capsys.readouterr().err) == (precision == "bf16")
