@@ -234,6 +234,16 @@ def test_time_limit(tiny, tmp_path, monkeypatch):
     assert "the time limit" in run_status.read_status(tmp_path / "run")["reason"]
 
 
+@pytest.mark.parametrize("seconds, reason", [(27, "the time limit"), (40, None)])
+def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path, seconds, reason):
+    """One and a half steps of 10 s, two saves of 6 s, two polls."""
+    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
+    vars(signals).update(folder=tmp_path, reason=None, save_requested=False, step_seconds=10.0, save_seconds=6.0)
+    signals.deadline = time.monotonic() + seconds
+    signals._poll_requests()
+    assert signals.reason == reason
+
+
 # ---- launchers ---------------------------------------------------------------------------------------------------------
 
 

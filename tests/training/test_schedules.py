@@ -27,6 +27,14 @@ def test_schedules_are_those_of_transformers_at_the_number_of_updates(name):
         theirs.step()
 
 
+def test_warmup_as_a_fraction_of_all_steps():
+    fraction = make_schedule(RunConfig(warmup_steps=0.1, learning_rate=1.0), 50)
+    steps = make_schedule(RunConfig(warmup_steps=5, learning_rate=1.0), 50)
+    assert [fraction(u) for u in range(50)] == [steps(u) for u in range(50)]
+    assert fraction(0) == 0
+    assert fraction(5) == 1
+
+
 @pytest.mark.parametrize("name, kwargs", [("cosine", {"nonsense": 1}), ("constant", {"min_lr": 1})])
 def test_wrong_arguments_of_a_schedule_are_refused(name, kwargs):
     with pytest.raises(UsageError, match="lr_scheduler_kwargs"):

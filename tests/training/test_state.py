@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import train
 from src.checkpointing.checkpoint_folder import read_state
 from src.config.parsing import RunConfig
+from src.config.schema import best_by
 from src.tasks import causal_lm
 from src.training import evaluation, meter
 from src.training.train_state import TrainState
@@ -253,6 +254,21 @@ def test_update_best(greater, values, stale):
     assert (progress.evaluated, progress.evals_without_improvement) == (len(values), stale)
     known = [value for value in values if value is not None]
     assert progress.best == ((max if greater else min)(known) if known else None)
+
+
+@pytest.mark.parametrize(
+    "metric, given, expected",
+    [
+        (None, None, ("loss", False)),
+        ("eval_loss", None, ("loss", False)),
+        ("eval_f1", None, ("f1", True)),
+        ("perplexity", None, ("perplexity", True)),
+        ("loss", True, ("loss", True)),
+    ],
+)
+def test_metric_direction(metric, given, expected):
+    run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
+    assert best_by(run) == expected
 
 
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
