@@ -33,6 +33,10 @@ endef
 # Ends with one sentence if the tool is not here.
 need = test -e addons/tools/$(1).py || { echo "error: addons/tools/$(1).py is not here: restore it to use make $@" >&2; exit 2; };
 
+# make ignores a variable that it does not know.
+$(foreach name,accelerate args config nproc out run runs,$(if $(filter command,$(origin $(name))),$(error \
+$(name)=$($(name)) is in small letters: give $(shell printf '%s' '$(name)' | tr a-z A-Z)=$($(name)))))
+
 ifneq ($(word 2,$(CONFIG)),)
 $(error CONFIG is '$(CONFIG)': make cannot handle a path with a space; give it to train.py as --config)
 endif

@@ -12,8 +12,8 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.help_text import OWN_FLAGS
 from src.data.dataset import check_same_data, prepare_datasets
+from src.distributed.backends import Backend, make_backend
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.distributed.strategies import Strategy, make_strategy
 from src.reporting.environment import topology
 from src.runtime import run_status
 from src.runtime.console import exact, table
@@ -36,11 +36,11 @@ def main(argv: list[str]) -> None:
     task = make_task(cfg, options)
     splits = prepare_datasets(cfg, task, wanted=("validation",))
     accelerator = init_accelerator(cfg)
-    strategy = make_strategy(accelerator, cfg)
+    backend = make_backend(accelerator, cfg)
     check_same_data(accelerator, splits)
     same_weights(accelerator, cfg.model_name_or_path)
     locate_weights.warn_of_precision(cfg, accelerator)
-    score(cfg, task, splits["validation"], strategy, step)
+    score(cfg, task, splits["validation"], backend, step)
     shutdown(accelerator)
 
 
@@ -66,13 +66,13 @@ def same_weights(accelerator, name: str | None) -> None:
         raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
 
 
-def score(cfg: parsing.RunConfig, task, split, strategy: Strategy, step: int | None) -> None:
+def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json."""
-    accelerator = strategy.accelerator
-    module = strategy.prepare_for_evaluation(ModelWithLoss(strategy.build_model(task, None), task))
-    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, module, task, split, cfg))
+    accelerator = backend.accelerator
+    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, None), task))
+    values = strict_json({"kind": "eval", "step": step} | evaluate(backend, module, task, split, cfg))
     if accelerator.is_main_process:
-        print(table(topology(strategy, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
+        print(table(topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

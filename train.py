@@ -14,7 +14,7 @@ import torch
 from src.checkpointing import checkpointer, resume, run_identity
 from src.config import parsing, validation
 from src.data import data_loader, dataset
-from src.distributed import replica_check, stop_signals, strategies
+from src.distributed import backend_checks, backends, stop_signals
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
@@ -50,17 +50,17 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
-    strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
+    backend = backends.make_backend(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
-    start = resume.find_start(cfg, strategy, task, datasets)
-    model = model_with_loss.build_model(cfg, strategy, task, start.weights, techniques.change_model)
-    optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
-    module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
-    size = start.batch_size or memory.choose_batch_size(strategy, cfg, module, task, train_set)
+    start = resume.find_start(cfg, backend, task, datasets)
+    model = model_with_loss.build_model(cfg, backend, task, start.weights, techniques.change_model)
+    optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
+    module, optimizer = backend.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
+    size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
-    run = Run(cfg, strategy, task, datasets, model, module, optimizer, num_steps)
+    run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)
@@ -68,9 +68,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.
-    batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
+    batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
     gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
-    score = partial(evaluation.evaluate, strategy, module, task, val_set, cfg, signals.stopping)
+    score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
@@ -94,7 +94,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
-        totals = StepTotals.sum_over_ranks(strategy, batch, signals.requests(), checkpoints.failed())
+        totals = StepTotals.sum_over_ranks(backend, batch, signals.requests(), checkpoints.failed())
         save_requested = totals.save
         if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
@@ -106,16 +106,16 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         state.step += 1
         losses = None
         if totals.weight:  # 0: no example of the global batch has a target
-            batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
-            losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
+            batch = backend.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
+            losses = techniques.compute_gradient(gradient, backend, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             techniques.change_gradient()
-            norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
+            norm, skipped = optimizer_step(backend, module, optimizer, lr, cfg.max_grad_norm)
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(losses, totals, data_seconds)
-        replica_check.check_replicas(strategy, model, state.step, due.replica_check())
+        backend_checks.check_replicas(backend, model, state.step, due.replica_check())
 
     if not due.complete():
         checkpoints.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
@@ -125,37 +125,37 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     return state_of_pass
 
 
-def compute_gradient(strategy, module: torch.nn.Module, batch: StepBatch, total_weight: float) -> StepLosses:
+def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, total_weight: float) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
     `total_weight` is the sum of weights over all ranks. A loss that is not finite on one rank makes the gradient of
     every rank non-finite. Nothing here waits for the device."""
-    scale = strategy.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
-    device, outputs = strategy.accelerator.device, []
-    with strategy.accumulation():
+    scale = backend.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
+    device, outputs = backend.accelerator.device, []
+    with backend.accumulation():
         for micro, rows in batch:
             inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
             data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
-            with strategy.no_sync(module, unless=micro.last):  # one reduction of gradients per step
+            with backend.no_sync(module, unless=micro.last):  # one reduction of gradients per step
                 out = module(inputs)
                 # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
                 # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
                 factor = 0.0 * out["loss"].detach() + (0.0 if micro.dummy else scale)
-                strategy.backward(module, out["loss"] * factor, micro)
+                backend.backward(module, out["loss"] * factor, micro)
             outputs.append({name: value.detach() for name, value in out.items() if value.dim() == 0})
     return StepLosses.of(batch, outputs)
 
 
 def optimizer_step(
-    strategy, module: torch.nn.Module, optimizer, learning_rate: float, max_grad_norm: float
+    backend, module: torch.nn.Module, optimizer, learning_rate: float, max_grad_norm: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
     An update with a gradient norm that is not finite is skipped: weights and moments stay unchanged on all ranks."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_factor"]  # of `strategy.prepare`
-    norm = strategy.clip_grad_norm(module, max_grad_norm)
-    skipped = strategy.step_unless_not_finite(optimizer, norm)
+        group["lr"] = learning_rate * group["lr_factor"]  # of `backend.prepare`
+    norm = backend.clip_grad_norm(module, max_grad_norm)
+    skipped = backend.step_unless_not_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
     return norm, skipped
 

@@ -55,11 +55,20 @@ def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
 
 
 M124 = llama(50304, 768, 2048, 12, 12, 12)
+
+
+def packed(**flags: str) -> Case:
+    flags = {"packing": "true"} | flags
+    return Case(M124, 1024, 32, 128, 40, ragged=True, flags=flags, programs=("ours",), against="124m")
+
+
 CASES = {
     "124m": Case(M124, 1024, 32, 128, 40),
     "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 30),
     "ragged": Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 20, 5, ragged=True, compile=False),
-    "packed": Case(M124, 1024, 32, 128, 40, ragged=True, flags={"packing": "true"}, programs=("ours",), against="124m"),
+    "packed": packed(),
+    "packed_varlen": packed(attn_implementation="varlen"),
+    "packed_flex": packed(attn_implementation="flex_attention"),
     "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 16, 20, 5, lora=True),
 }
 

@@ -88,7 +88,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     class Interleave(train.RunLogger):
         def __init__(self, *known):
             super().__init__(*known)
-            self.accelerator = self.run.strategy.accelerator
+            self.accelerator = self.run.backend.accelerator
             ranks, model = self.accelerator.num_processes, task.build()  # the initial weights of ours
             if ranks > 1:
                 options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}

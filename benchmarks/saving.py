@@ -44,7 +44,7 @@ from src.checkpointing import checkpoint_folder
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.distributed.init_accelerator import init_accelerator
-from src.distributed.strategies import make_strategy
+from src.distributed.backends import make_backend
 from src.training.meter import Meter
 from src.tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
@@ -56,13 +56,13 @@ def memory(name):
 cfg, options = parsing.parse(sys.argv[1:], OPTIONS)
 task = make_task(cfg, options)
 prepare_datasets(cfg, task)
-strategy = make_strategy(init_accelerator(cfg), cfg)
+backend = make_backend(init_accelerator(cfg), cfg)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
 start = checkpoint_folder.newest_intact(cfg.output_dir)
 model = ModelWithLoss(task.build(start), task)
 optimizer = make_optimizer(cfg, model)
-run = SimpleNamespace(strategy=strategy, model=model, meter=Meter())
+run = SimpleNamespace(backend=backend, model=model, meter=Meter())
 checkpoint_folder.load_checkpoint(start, run, {{"optimizer": optimizer}})
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """

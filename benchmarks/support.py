@@ -1,4 +1,4 @@
-"""docs/support.md: which tasks and techniques are tested under which strategy, read from the lists of the tests.
+"""docs/support.md: which tasks and techniques are tested under which backend, read from the lists of the tests.
 
     .venv/bin/python benchmarks/support.py
 
@@ -21,7 +21,7 @@ TEXT = """# What is tested with what
 
 ✓: a test (its number is below) trains it there and compares weights or losses with one process; *refused*: one sentence
 at the start says so; –: not tried. `.venv/bin/python benchmarks/support.py` writes this page from the lists
-that the tests run through; a test compares both. All ran over gloo on CPUs; [performance on GPUs](../benchmarks/README.md)
+that the tests run through; a test compares both. All ran over gloo on CPUs; [performance on GPUs](performance.md)
 is another question. Every task also evaluates bitwise on three processes and resumes bitwise.
 """
 SEVERAL, FSDP2, HSDP, TP, ZERO, COMPILE, STREAM, LORA = COLUMNS = (

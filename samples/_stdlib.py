@@ -1,6 +1,6 @@
 """Python's standard library as data: its modules and functions, their split, and the files of a sample of texts.
 
-If a change here makes other rows, increase VERSION in each stdlib_ file. Tests: tests/samples/test_stdlib.py.
+Tests: tests/samples/test_stdlib.py.
 """
 
 import ast

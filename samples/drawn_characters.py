@@ -12,7 +12,6 @@ from samples import _drawn
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VERSION = "1"  # increase it if make() writes other rows
 CHARACTERS = string.digits + string.ascii_uppercase
 SIDE = 32  # pixels of an image
 ROWS = {"train": 4000, "validation": 800}

@@ -10,7 +10,6 @@ from samples import _drawn
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VERSION = "1"  # increase it if make() writes other rows
 SHAPES = ["background", "circle", "rectangle", "triangle"]
 ROWS = {"train": 600, "validation": 120}
 

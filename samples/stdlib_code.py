@@ -4,8 +4,6 @@ from pathlib import Path
 
 from samples import _stdlib
 
-VERSION = "1"  # increase it if make() writes other rows
-
 
 def make(folder: Path) -> None:
     """Write train.jsonl, validation.jsonl and tokenizer/."""

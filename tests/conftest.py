@@ -41,7 +41,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers import kit, plain_task, strategy_runs
+from tests.helpers import backend_runs, kit, plain_task
 
 # The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.
 BASICS = (
@@ -163,11 +163,11 @@ def hub(served):
 @pytest.fixture(scope="session")
 def fsdp2_alone(files, tmp_path_factory) -> kit.Run:
     """The run of the FSDP2 tests on one process."""
-    return kit.run_training(1, tmp_path_factory.mktemp("alone") / "run", *strategy_runs.fsdp2_recipe(files))
+    return kit.run_training(1, tmp_path_factory.mktemp("alone") / "run", *backend_runs.fsdp2_recipe(files))
 
 
 @pytest.fixture(scope="session")
 def fsdp2_two(files, tmp_path_factory) -> kit.Run:
     """The run of the FSDP2 tests on two ranks."""
-    folder, env = tmp_path_factory.mktemp("two") / "run", strategy_runs.where("fsdp2", 2)
-    return kit.run_training(2, folder, *strategy_runs.fsdp2_recipe(files), env=env)
+    folder, env = tmp_path_factory.mktemp("two") / "run", backend_runs.where("fsdp2", 2)
+    return kit.run_training(2, folder, *backend_runs.fsdp2_recipe(files), env=env)

@@ -13,15 +13,15 @@ import torch
 from src.config.errors import UsageError, warn
 from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
-from src.distributed.strategies import Strategy
 from src.training.memory import optimizer_moments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class DeepSpeed(Strategy):
+class DeepSpeed(Backend):
     """ZeRO-1, 2 and 3: DeepSpeed's engine runs the backward pass, clips and updates."""
 
     is_sharded = True
@@ -103,7 +103,7 @@ class DeepSpeed(Strategy):
         return moments
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
-        """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
+        """Load an optimizer state that any backend saved: `reader` reads its tensors, `numbers` holds its numbers."""
         trained, states = _trained(model), self.engine.optimizer.optimizer.state
         for flat in flat_weights(self.engine.optimizer):  # the optimizer itself would allocate them in its first step
             for key in {path.split("/", 1)[0] for path in reader.where if reader.shape(path)}:

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.sharded_tensors import total_norm
-from src.distributed.strategies import Strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,7 +25,7 @@ NEEDS = (
 )
 
 
-class TensorParallel(Strategy):
+class TensorParallel(Backend):
     """Each layer split over some processes, alone or with copies; the base class is DDP, or FSDP2 (below)."""
 
     is_sharded = True
@@ -68,7 +68,7 @@ class TensorParallelFSDP2(TensorParallel, FSDP2):
     """Each layer split over some processes, and the parts sharded over the others."""
 
 
-def strategy_type(accelerator: "Accelerator") -> type[TensorParallel]:
+def backend_type(accelerator: "Accelerator") -> type[TensorParallel]:
     """Return the class for this launch; raise UsageError for DeepSpeed."""
     kind = accelerator.distributed_type.value
     if kind == "DEEPSPEED":

@@ -15,7 +15,7 @@ import torch
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.tasks import Batch, Task
 from src.training.evaluation import Part
 from src.training.meter import StepBatch, StepLosses, widen
@@ -50,10 +50,10 @@ class BatchLossTask(Task, BatchLoss):
         return self.represent(model, inputs)
 
     def compute_gradient(
-        self, strategy: Strategy, module: torch.nn.Module, batch: StepBatch, total_weight: float
+        self, backend: Backend, module: torch.nn.Module, batch: StepBatch, total_weight: float
     ) -> StepLosses:
         """Do what compute_gradient of train.py does."""
-        return compute_gradient(self, strategy, module, batch, total_weight)
+        return compute_gradient(self, backend, module, batch, total_weight)
 
     def sums_by_block(
         self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Part]
@@ -79,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def compute_gradient(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
@@ -87,44 +87,44 @@ def compute_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with strategy.accumulation():
-        losses, sums = _backward_in_two_passes(batch_loss, strategy, module, step_batch, total_weight)
+    with backend.accumulation():
+        losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
 
 def _backward_in_two_passes(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    model_with_loss = strategy.accelerator.unwrap_model(module)
+    model_with_loss = backend.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
-    is_first_step = strategy.is_first_step
-    vectors, places = _global_vectors(strategy, model_with_loss, module, step_batch)
+    is_first_step = backend.is_first_step
+    vectors, places = _global_vectors(backend, model_with_loss, module, step_batch)
     loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
-    factor = 0.0 * loss + strategy.data_world_size / total_weight
+    factor = 0.0 * loss + backend.data_world_size / total_weight
     losses, unequal = [], set()
     for (micro, batch), rows in zip(step_batch, places, strict=True):
-        with strategy.no_sync(module, unless=micro.last):
-            again = _represent(strategy, module, micro, batch)
+        with backend.no_sync(module, unless=micro.last):
+            again = _represent(backend, module, micro, batch)
             product = torch.zeros_like(loss)  # its gradient is that of the loss by the rows of this micro-batch
             for name, gradient in gradients.items():
                 scaled = gradient[rows] * factor if rows else 0.0  # a dummy batch adds nothing
                 product = product + (again[name] * scaled).sum()
             if not product.requires_grad:
                 raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
-            strategy.backward(module, product, micro)
+            backend.backward(module, product, micro)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
             unequal |= _unequal(mine, again)
         losses.append(_blame(loss, mine, vectors))
-    if is_first_step and (differing := strategy.hosts.union(unequal)):
+    if is_first_step and (differing := backend.hosts.union(unequal)):
         raise UsageError(
             f"task {task.cfg.task}: the same micro-batch twice gives {differing[0]}, so the gradient would be wrong: draw "
             "random numbers only from torch, numpy or random"
         )
-    if strategy.data_rank == 0:
+    if backend.data_rank == 0:
         losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
-    return losses, sums if strategy.data_rank == 0 else {}
+    return losses, sums if backend.data_rank == 0 else {}
 
 
 def _gradient_of_vectors(
@@ -146,9 +146,9 @@ def _gradient_of_vectors(
 # ---- vectors of the global batch -------------------------------------------------------------------------------------
 
 
-def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, batch: Batch) -> Vectors:
+def _represent(backend: Backend, module: torch.nn.Module, micro: MicroBatch, batch: Batch) -> Vectors:
     """Return what `represent` returns for a micro-batch, floating point in float32 or better."""
-    device = strategy.accelerator.device
+    device = backend.accelerator.device
     inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
     seed_everything(micro.seed)
     low = (torch.bfloat16, torch.float16)
@@ -157,32 +157,32 @@ def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, b
 
 @torch.no_grad()
 def _global_vectors(
-    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, step_batch: StepBatch
+    backend: Backend, model_with_loss: torch.nn.Module, module: torch.nn.Module, step_batch: StepBatch
 ) -> tuple[Vectors, list[slice | None]]:
     """Run pass 1. Return (vectors of the global batch, this rank's rows of them by micro-batch, None for dummies).
 
     Rows are in the order of the plan, which does not depend on the number of ranks or the micro-batch size."""
     # Only the forward pass of a sharded model is a collective; without DDP's wrapper no other is.
-    caller = module if strategy.is_sharded else model_with_loss
+    caller = module if backend.is_sharded else model_with_loss
     computed = []
     for micro, batch in step_batch:
-        with strategy.buffers.unchanged():  # pass 2 updates running statistics
-            needed = strategy.is_sharded or not micro.dummy
-            computed.append(_represent(strategy, caller, micro, batch) if needed else {})
+        with backend.buffers.unchanged():  # pass 2 updates running statistics
+            needed = backend.is_sharded or not micro.dummy
+            computed.append(_represent(backend, caller, micro, batch) if needed else {})
     real = [(micro, vectors) for (micro, _), vectors in zip(step_batch, computed, strict=True) if not micro.dummy]
     parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
-    parts_by_rank = _all_parts(strategy, parts)
+    parts_by_rank = _all_parts(backend, parts)
     columns = _check_columns(model_with_loss.task, [part for of_rank in parts_by_rank for part in of_rank])
     height = max(sum(part.rows for part in of_rank) for of_rank in parts_by_rank)
     gathered = {}
     for name, (shape, dtype) in columns.items():
-        padded = torch.zeros((height, *shape), dtype=dtype, device=strategy.accelerator.device)
+        padded = torch.zeros((height, *shape), dtype=dtype, device=backend.accelerator.device)
         if real:
             mine = torch.cat([vectors[name] for _, vectors in real])
             padded[: len(mine)] = mine
-        gathered[name] = strategy.accelerator.gather(padded)
+        gathered[name] = backend.accelerator.gather(padded)
     order, starts = _plan_order(parts_by_rank, height)
-    index = torch.from_numpy(order).to(strategy.accelerator.device, non_blocking=True)
+    index = torch.from_numpy(order).to(backend.accelerator.device, non_blocking=True)
     places = [
         None if micro.dummy else slice(starts[micro.index], starts[micro.index] + len(micro.ids))
         for micro, _ in step_batch
@@ -190,12 +190,12 @@ def _global_vectors(
     return {name: value[index] for name, value in gathered.items()}, places
 
 
-def _all_parts(strategy: Strategy, parts: list[_Part]) -> list[list[_Part]]:
+def _all_parts(backend: Backend, parts: list[_Part]) -> list[list[_Part]]:
     """Return the parts of each rank, by rank; [] for all but the first rank of a tensor parallel group."""
-    by_rank = [(strategy.data_rank, parts)]
-    if not strategy.hosts.is_single:
-        by_rank = [by_rank[0]] * strategy.accelerator.num_processes
-        torch.distributed.all_gather_object(by_rank, (strategy.data_rank, parts), group=strategy.hosts.group)
+    by_rank = [(backend.data_rank, parts)]
+    if not backend.hosts.is_single:
+        by_rank = [by_rank[0]] * backend.accelerator.num_processes
+        torch.distributed.all_gather_object(by_rank, (backend.data_rank, parts), group=backend.hosts.group)
     seen: set[int] = set()
     return [[] if rank in seen or seen.add(rank) else theirs for rank, theirs in by_rank]
 

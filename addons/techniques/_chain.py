@@ -15,8 +15,8 @@ from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import plain_name
-from src.distributed.strategies import Strategy
 from src.training.meter import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run
@@ -76,9 +76,9 @@ class TechniqueChain(Techniques):
     def check(self, run: Run) -> None:
         """Raise UsageError if a technique does not fit the run."""
         for name, technique in self.techniques.items():
-            if run.strategy.accelerator.distributed_type.value == "DEEPSPEED" and not technique.deepspeed:
+            if run.backend.accelerator.distributed_type.value == "DEEPSPEED" and not technique.deepspeed:
                 raise UsageError(
-                    f"techniques: {name} does not support {run.strategy.name}, which owns gradients and weights: use FSDP2 "
+                    f"techniques: {name} does not support {run.backend.name}, which owns gradients and weights: use FSDP2 "
                     "(accelerate_configs/fsdp2.yaml)"
                 )
             technique.run = run
@@ -97,7 +97,7 @@ class TechniqueChain(Techniques):
     def compute_gradient(
         self,
         compute: Callable[..., StepLosses],
-        strategy: Strategy,
+        backend: Backend,
         module: torch.nn.Module,
         batch: StepBatch,
         total_weight: float,
@@ -106,7 +106,7 @@ class TechniqueChain(Techniques):
 
         def innermost(batch: StepBatch, total_weight: float) -> StepLosses:
             replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
-            return (replaced or compute)(strategy, module, batch, total_weight)
+            return (replaced or compute)(backend, module, batch, total_weight)
 
         inner = innermost
         for technique in reversed(self.techniques.values()):
@@ -118,7 +118,7 @@ class TechniqueChain(Techniques):
         """Change the gradient of the global batch before it is clipped by its norm."""
         changing = [t for t in self.techniques.values() if type(t).change_gradient is not Technique.change_gradient]
         if changing:
-            self.run.strategy.unscale_gradients()
+            self.run.backend.unscale_gradients()
         for technique in changing:
             technique.change_gradient()
 
@@ -140,7 +140,7 @@ class TechniqueChain(Techniques):
                 continue
             of_average = raw
             if average:
-                with exchanged(run.strategy, run.model, average):
+                with exchanged(run.backend, run.model, average):
                     of_average = evaluate()
             if of_average is None:
                 return None
@@ -160,25 +160,25 @@ class TechniqueChain(Techniques):
             load(self.final, technique)
         weights = technique.average()
         if weights:
-            assign(named_tensors(self.run.strategy, self.run.model), weights)
+            assign(named_tensors(self.run.backend, self.run.model), weights)
         return bool(weights)
 
 
 @contextmanager
-def exchanged(strategy: Strategy, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+def exchanged(backend: Backend, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, the parameters and buffers named in `weights` have these values; afterwards, bitwise their own again."""
-    named = named_tensors(strategy, model)
+    named = named_tensors(backend, model)
     before = {name: named[name].detach().clone() for name in weights}
     assign(named, weights)
     try:
         yield
     finally:
-        assign(named_tensors(strategy, model), before)
+        assign(named_tensors(backend, model), before)
 
 
-def named_tensors(strategy: Strategy, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(backend: Backend, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, sharded if it is; tied ones appear once."""
-    strategy.reshard(model)
+    backend.reshard(model)
     return {plain_name(name): value for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 

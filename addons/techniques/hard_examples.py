@@ -52,14 +52,14 @@ class HardExamples(Technique):
     def _check_rows(self, step_batch: StepBatch) -> None:
         """Raise UsageError on all ranks if the rows' losses or weights do not add up to those of a micro-batch."""
         run, (micro, batch) = self.run, step_batch[-1]
-        model, strategy = run.model, run.strategy
-        inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
+        model, backend = run.model, run.backend
+        inputs = {name: value.to(backend.accelerator.device) for name, value in batch.inputs.items()}
         outputs = []
         for loss in (self.hardest.represent, None):
             model.training_loss = loss
             seed_everything(micro.seed)
-            with strategy.buffers.unchanged():
-                outputs.append((run.module if strategy.is_sharded else model)(inputs))
+            with backend.buffers.unchanged():
+                outputs.append((run.module if backend.is_sharded else model)(inputs))
         sums = [float(outputs[0][name].double().sum()) for name in ("loss", "weight")]
         right = [float(outputs[1]["loss"]), batch.weight]
         is_wrong = any(abs(a - b) > TOLERANCE * abs(b) for a, b in zip(sums, right, strict=True))

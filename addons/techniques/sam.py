@@ -34,7 +34,7 @@ class SAM(Technique):
         before = [parameter.detach().clone() for parameter in trained.values()]
         try:
             zero = self._move(trained)
-            with self.run.strategy.buffers.unchanged():  # running statistics count only the unmoved weights
+            with self.run.backend.buffers.unchanged():  # running statistics count only the unmoved weights
                 compute(batch, total_weight)
         finally:
             for parameter, value in zip(trained.values(), before, strict=True):

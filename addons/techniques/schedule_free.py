@@ -44,7 +44,7 @@ class ScheduleFree(Technique):
         self.highest_rate = 0.0
 
     def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
-        self.run.strategy.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
+        self.run.backend.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)

@@ -33,9 +33,9 @@ class SpikeWatch(Technique):
 
     def begin(self) -> None:
         run = self.run
-        self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
+        self.norms = torch.full((self.window,), float("nan"), device=run.backend.accelerator.device)
         self.seen = 0  # norms so far
-        run.strategy.skip_rules.append(self.is_spike)
+        run.backend.skip_rules.append(self.is_spike)
 
     def is_spike(self, norm: torch.Tensor) -> torch.Tensor:
         """Return whether `norm`, of the step's gradient, is a spike; a bool on its device."""

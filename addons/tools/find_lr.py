@@ -17,7 +17,7 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option, read_words
 from src.data import data_loader, dataset
-from src.distributed import strategies
+from src.distributed import backends
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.environment import topology
 from src.runtime import console
@@ -96,32 +96,32 @@ def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
 def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     """Run the test on all ranks, and print its result on one."""
     dataset.check_same_data(accelerator, datasets)
-    strategy = strategies.make_strategy(accelerator, cfg)
-    outcome = run_test(test, cfg, task, datasets["train"], strategy)
+    backend = backends.make_backend(accelerator, cfg)
+    outcome = run_test(test, cfg, task, datasets["train"], backend)
     if accelerator.is_main_process:
-        report(test, cfg, strategy, outcome)
+        report(test, cfg, backend, outcome)
 
 
-def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:
+def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, backend: backends.Backend) -> Result:
     """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
     techniques = make_techniques(cfg)
-    model = build_model(cfg, strategy, task, init_weights(cfg), techniques.change_model)
-    optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
-    module, optimizer = strategy.prepare(model, optimizer)
+    model = build_model(cfg, backend, task, init_weights(cfg), techniques.change_model)
+    optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
+    module, optimizer = backend.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    size = memory.choose_batch_size(strategy, cfg, module, task, train_set)
+    size = memory.choose_batch_size(backend, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)
-    run = Run(cfg, strategy, task, {"train": train_set}, model, module, optimizer, num_steps)
+    run = Run(cfg, backend, task, {"train": train_set}, model, module, optimizer, num_steps)
     state = run.state
     techniques.begin(run)
     gradient = getattr(task, "compute_gradient", compute_gradient)
-    batches = data_loader.train_batches(cfg, strategy, task, train_set, state, test.updates)
-    progress = console.Progress("range test", test.updates, "updates", strategy.accelerator.is_main_process)
+    batches = data_loader.train_batches(cfg, backend, task, train_set, state, test.updates)
+    progress = console.Progress("range test", test.updates, "updates", backend.accelerator.is_main_process)
     rates, losses = [], []
     module.train()
     while state.step < test.updates and not (losses and has_diverged(losses)):
         batch, _ = next(batches)
-        totals = StepTotals.sum_over_ranks(strategy, batch, [0.0, 0.0], 0.0)
+        totals = StepTotals.sum_over_ranks(backend, batch, [0.0, 0.0], 0.0)
         if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
             continue
@@ -130,25 +130,25 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         progress.update()
         if not totals.weight:
             continue
-        batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
-        step_losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
+        batch = backend.pad_with_dummy_batches(batch, totals.forwards)
+        step_losses = techniques.compute_gradient(gradient, backend, module, batch, totals.weight)
         state.finish_update(test.updates + 1)  # skipped updates are not an error here
         state.learning_rate = rate
         techniques.change_gradient()
-        norm, skipped = optimizer_step(strategy, module, optimizer, rate, cfg.max_grad_norm)
+        norm, skipped = optimizer_step(backend, module, optimizer, rate, cfg.max_grad_norm)
         state.add_update(norm, skipped, batch, step_losses)
         techniques.after_update(skipped)
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.
-        losses.append(strategy.hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
+        losses.append(backend.hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
         rates.append(rate)
     if not losses:
         raise UsageError(f"no target in the first {test.updates} global batches of the training data")
     return result(test, rates, losses)
 
 
-def report(test: RangeTest, cfg: parsing.RunConfig, strategy: strategies.Strategy, outcome: Result) -> None:
+def report(test: RangeTest, cfg: parsing.RunConfig, backend: backends.Backend, outcome: Result) -> None:
     """Print the curve and the suggestion; with --curve FILE, draw it and write its numbers."""
-    print(console.table(topology(strategy, cfg)) + "\n\n  learning rate   smoothed loss")
+    print(console.table(topology(backend, cfg)) + "\n\n  learning rate   smoothed loss")
     low, high = min(outcome.smooth), max(outcome.smooth[0], min(outcome.smooth))
     for i in range(0, len(outcome.smooth), max(1, len(outcome.smooth) // 20)):
         share = (outcome.smooth[i] - low) / (high - low) if high > low else 0.0

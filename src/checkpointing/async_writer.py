@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from src.checkpointing.tensor_files import write_index
 from src.config.errors import DiskError, Failure, UsageError, is_disk_error, warn
+from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
-from src.distributed.strategies import Strategy
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
@@ -43,11 +43,11 @@ def finish_writing(seconds: float | None = None) -> bool:
 class BackgroundWriter:
     """Writes folders one at a time in a background thread; counts failures of the disk."""
 
-    def __init__(self, strategy: Strategy, max_failures: int):
-        self.accelerator, self.hosts, self.max_failures = strategy.accelerator, strategy.hosts, max_failures
+    def __init__(self, backend: Backend, max_failures: int):
+        self.accelerator, self.hosts, self.max_failures = backend.accelerator, backend.hosts, max_failures
         self.is_main = self.accelerator.is_main_process
         self.rank, self.world = 0, 1  # among the ranks that write
-        if strategy.is_sharded:
+        if backend.is_sharded:
             self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.writes = self.is_main or self.world > 1
         self.folders = 0  # folders started, the same number on all ranks that write

@@ -15,8 +15,8 @@ from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import TensorReader, Tensors, file_name, write_tensors
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import ShardedTensorRef
-from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
 from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
@@ -27,15 +27,15 @@ TENSOR = (torch.Tensor, ShardedTensorRef)
 
 
 def collect_tensors(
-    strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict[str, Any]
+    backend: Backend, model_with_loss: ModelWithLoss, parts: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Return ({part: {name: tensor}}, {part: {name: other value}}) of the model and of `parts`.
 
     A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
     model = model_with_loss.model
-    tensors, numbers = {"model": strategy.named_weights(model_with_loss.task.saved(model))}, {}
+    tensors, numbers = {"model": backend.named_weights(model_with_loss.task.saved(model))}, {}
     for part, holder in parts.items():
-        state = strategy.named_moments(model, holder) if part == "optimizer" else holder.state_dict()
+        state = backend.named_moments(model, holder) if part == "optimizer" else holder.state_dict()
         tensors[part] = {name: value for name, value in state.items() if isinstance(value, TENSOR)}
         numbers[part] = {name: value for name, value in state.items() if not isinstance(value, TENSOR)}
     return tensors, numbers
@@ -65,11 +65,11 @@ def load_checkpoint(checkpoint: Path, run: Run, parts: dict[str, Any]) -> TrainS
             )
         if part == "optimizer":
             reader = TensorReader(checkpoint, part)
-            run.strategy.load_moments(run.model.model, holder, reader, state["numbers"][part])
+            run.backend.load_moments(run.model.model, holder, reader, state["numbers"][part])
         else:
             load_part(checkpoint, part, holder)
-    if run.strategy.accelerator.scaler is not None and state["scaler"]:
-        run.strategy.accelerator.scaler.load_state_dict(state["scaler"])
+    if run.backend.accelerator.scaler is not None and state["scaler"]:
+        run.backend.accelerator.scaler.load_state_dict(state["scaler"])
     run.meter.resume(state["meter"])
     return TrainState(**state["progress"])
 

@@ -24,7 +24,7 @@ from src.checkpointing.tensor_files import HostCopy, Tensors, digest
 from src.config.addons import functions_of_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
-from src.distributed import replica_check
+from src.distributed import backend_checks
 from src.distributed.host_group import run_on_main
 from src.distributed.stop_signals import StopSignals
 from src.runtime import console, run_status
@@ -45,8 +45,8 @@ class Checkpointer:
         """Rename old outputs in the run folder that do not fit this run, unless nothing is left to train."""
         self.run, self.state, self.due, self.techniques, self.signals = run, run.state, due, techniques, signals
         self.cfg, self.hosts, self.folder, self.parts = run.cfg, run.hosts, Path(run.cfg.output_dir), start.parts
-        self.accelerator, self.is_main = run.strategy.accelerator, run.strategy.accelerator.is_main_process
-        self.writer = BackgroundWriter(run.strategy, run.cfg.max_failed_saves)
+        self.accelerator, self.is_main = run.backend.accelerator, run.backend.accelerator.is_main_process
+        self.writer = BackgroundWriter(run.backend, run.cfg.max_failed_saves)
         self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
@@ -84,7 +84,7 @@ class Checkpointer:
         with self.run.meter.paused():
             began, state = time.perf_counter(), self.state
             state.finish_update(self.cfg.max_skipped_steps)
-            replica_check.check_replicas(self.run.strategy, self.run.model, state.step)
+            backend_checks.check_replicas(self.run.backend, self.run.model, state.step)
             self.due.last_save = self._now()
             if position := getattr(
                 self.run.datasets["train"], "position", None
@@ -110,7 +110,7 @@ class Checkpointer:
 
     def _host_copy(self) -> tuple[dict[str, Tensors], dict[str, dict]]:
         """Return (tensors that this rank writes, other values) of a checkpoint; a collective for sharded tensors."""
-        tensors, numbers = checkpoint_folder.collect_tensors(self.run.strategy, self.run.model, self.parts)
+        tensors, numbers = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
         return self.memory.take(tensors), numbers
 
     def _progress(self) -> dict[str, Any]:
@@ -202,8 +202,8 @@ class Checkpointer:
         """Start writing final/ from the checkpoint `best`, else from the model in memory."""
         run, writer, tensors = self.run, self.writer, {}
         if best is None:
-            tensors = checkpoint_folder.collect_tensors(run.strategy, run.model, {})[0]
-            tensors = (self.memory.take(tensors) if run.strategy.is_sharded else tensors)["model"]
+            tensors = checkpoint_folder.collect_tensors(run.backend, run.model, {})[0]
+            tensors = (self.memory.take(tensors) if run.backend.is_sharded else tensors)["model"]
 
         def write(folder: Path) -> None:
             if best is None:
@@ -227,7 +227,7 @@ class Checkpointer:
     def sample(self) -> str | None:
         """Return the sample of a task with the option `sample_prompt`, on the main process, if final/ is the last step."""
         task: Any = self.run.task
-        is_last = self.final_step == self.state.step and not self.run.strategy.is_sharded
+        is_last = self.final_step == self.state.step and not self.run.backend.is_sharded
         if not self.is_main or not is_last or not getattr(task.options, "sample_prompt", None):
             return None
         return call_or_warn("the sample", task.sample, task.saved(self.run.model.model))

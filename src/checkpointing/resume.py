@@ -16,9 +16,9 @@ from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
+from src.distributed.backend_checks import check_only_tensors
+from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
-from src.distributed.strategies import Strategy
-from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_status
 from src.storage import atomic_folder
 from src.tasks import Task
@@ -52,12 +52,12 @@ class Start:
         return run.state
 
 
-def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> Start:
+def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> Start:
     """Return the main process's choice on every rank, or raise its error on every rank."""
     folder = Path(cfg.output_dir)
 
     def choose() -> Start:
-        current = identity(strategy.accelerator, cfg, splits)
+        current = identity(backend.accelerator, cfg, splits)
         if folder.is_dir():
             run_status.lock_run_folder(folder)
             for path in (folder / "final", folder / "checkpoints" / "step_*"):
@@ -72,7 +72,7 @@ def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> 
         run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, size, run_id, is_same_run, current)
 
-    return run_on_main(strategy.accelerator, choose)
+    return run_on_main(backend.accelerator, choose)
 
 
 def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path | None, list[str]]:

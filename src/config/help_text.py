@@ -15,8 +15,19 @@ from typing import Any
 DESCRIPTION = (
     "Precedence: defaults < the YAML of --config < flags. Without a run file, model or data, train.py trains "
     "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; --NAME none clears a "
-    "field with the default none. --task NAME --help shows the options of another task. README.md links all docs."
+    "field with the default none. --task NAME --help shows the options of another task, --help all every field. "
+    "README.md links all docs."
 )
+# Fields that few runs set: of the core, and of add-ons all but these. They are shown by --help all.
+SELDOM = (
+    "model_revision tokenizer_name attn_implementation trust_remote_code dataset_config_name dataset_revision "
+    "dataset_split cache_dir cache_per_node preprocessing_num_workers per_device_batch_tokens pad_to_multiple_of "
+    "optim_args adam_beta1 adam_beta2 adam_epsilon parameter_groups lr_layer_decay max_skipped_steps "
+    "lr_scheduler_kwargs warmup_start_lr greater_is_better stop_on_nan_metric save_keep_every max_failed_saves "
+    "drift_check_steps project run_name profile_steps tf32 sync_each_batch ddp_comm_hook ddp_find_unused_parameters "
+    "ddp_timeout dataloader_num_workers dataloader_timeout"
+)
+OFTEN = ("peft", "streaming", "techniques", "validation_split")
 OWN_FLAGS = {  # of a command, beside the fields of the run file
     "train.py": {},
     "eval.py": {"checkpoint": "run, checkpoint or final model; its configuration applies"},
@@ -35,24 +46,34 @@ def show_quickly(argv: list[str]) -> None:
     tasks += [word for before, word in pairwise(words) if before == "--task"]
     task = tasks[-1] if tasks else core["task"]["default"]
     if task in options:
-        print(format_help(task, core, options[task], OWN_FLAGS[program]))
+        print(format_help(task, core, options[task], OWN_FLAGS[program], asks_for_all(words)))
         sys.exit(0)
 
 
-def format_help(task: str, core: dict[str, dict], options: dict[str, dict], also: dict[str, str]) -> str:
+def asks_for_all(argv: list[str]) -> bool:
+    """Return whether a command line has `--help all`."""
+    return "--help=all" in argv or ("--help", "all") in pairwise(argv)
+
+
+def format_help(
+    task: str, core: dict[str, dict], options: dict[str, dict], also: dict[str, str], everything: bool
+) -> str:
     """Return the help of the fields of all tasks and of the task's options, by their JSON schemas.
 
-    `also`: further flags and their help."""
+    `also`: further flags and their help. Without `everything`, fields that few runs set are only named."""
     program = Path(sys.argv[0]).name
+    seldom = [n for n, field in core.items() if n in SELDOM.split() or ("x-add-on" in field and n not in OFTEN)]
+    hidden = [] if everything else seldom
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config configs/NAME.yaml] [--flag value …]",
         description=DESCRIPTION,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
+        epilog=f"{len(hidden)} more fields, by --help all: {', '.join(hidden)}" if hidden else None,
     )
     group = parser.add_argument_group("command")
-    group.add_argument("--help", action="store_true", help="print this text and exit")
+    group.add_argument("--help", action="store_true", help="print this text and exit; --help all: every field")
     group.add_argument("--schema", action="store_true", help="print the JSON schema of the run file and exit")
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
     for name, text in also.items():
@@ -61,6 +82,8 @@ def format_help(task: str, core: dict[str, dict], options: dict[str, dict], also
     for fields, heading in ((core, "run"), (options, f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
+            if name in hidden:
+                continue
             groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=_help(field))
     return parser.format_help().rstrip()

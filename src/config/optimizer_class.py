@@ -23,7 +23,7 @@ BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "Adam
 BETAS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 ARGUMENTS_OF_FIELDS = {"AdamW": BETAS, "Adam": BETAS, "NAdam": BETAS, "RAdam": BETAS, "Adamax": BETAS}
 ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}}
-FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the strategy"}
+FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the backend"}
 MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # for matrices of hidden layers: addons/optimizers/muon.py
 ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 

@@ -21,7 +21,7 @@ from src.config.addons import (
 )
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import declared_options, field_types, read_value, read_words
-from src.config.help_text import fields_in, format_help, run_file_schema, to_json
+from src.config.help_text import asks_for_all, fields_in, format_help, run_file_schema, to_json
 from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
@@ -121,7 +121,8 @@ def parse(
     if asks_for_help(argv):
         schema = run_file_schema(tasks)
         core, options = fields_in(schema)
-        print(to_json(schema) if "schema" in flag_names(argv) else format_help(task, core, options[task], also or {}))
+        text = format_help(task, core, options[task], also or {}, asks_for_all(argv))
+        print(to_json(schema) if "schema" in flag_names(argv) else text)
         sys.exit(0)
 
     options_type = tasks[task]()

@@ -20,8 +20,8 @@ from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from src.data.row_order import derive_seed
+from src.distributed.backends import Backend
 from src.distributed.stop_signals import end_with_parent, ignore_signals
-from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 
 READ_AHEAD = 8  # micro-batches; without dataloader workers
@@ -30,18 +30,18 @@ StepBatch = list[Item]  # the micro-batches of one optimizer step on one rank
 
 
 def train_batches(
-    cfg: RunConfig, strategy: Strategy, task: Task, train_set, state, num_steps: int
+    cfg: RunConfig, backend: Backend, task: Task, train_set, state, num_steps: int
 ) -> Iterator[tuple[StepBatch, float]]:
     """Yield (this rank's micro-batches, seconds waited for them) of each optimizer step from `state.step` to `num_steps`.
 
     The examples of a step depend only on seed and step, so starting at any step is O(1). Training data of an add-on with
     a method `step_batches` has no plan, and never ends: if a batch has no rows on any rank, it is not a step; call
     `train_set.next_pass()`."""
-    pin_memory = strategy.accelerator.device.type == "cuda"
+    pin_memory = backend.accelerator.device.type == "cuda"
     if step_batches := getattr(train_set, "step_batches", None):
-        return step_batches(strategy.data_rank, strategy.data_world_size, state, pin_memory)
+        return step_batches(backend.data_rank, backend.data_world_size, state, pin_memory)
     plan = plan_config(cfg, task, train_set)
-    order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
+    order = training_order(plan, backend.data_rank, backend.data_world_size, state.step, num_steps)
     return group_by_step(read_batches(train_set, task, order, cfg, pin_memory))
 
 

@@ -12,8 +12,8 @@ import torch
 from src.config.errors import Failure, UsageError
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
-from src.distributed.strategies import Strategy
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> dtype of matrix products
 
 
-class FSDP2(Strategy):
+class FSDP2(Backend):
     """Weights, gradients and moments sharded over all processes; with HSDP over groups that each hold a full copy."""
 
     is_sharded = True

@@ -14,6 +14,7 @@ from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
+from src.models import varlen_attention
 from src.models.load_config import model_folder
 
 if TYPE_CHECKING:
@@ -36,23 +37,26 @@ def build_model(
     Pretrained files may lack those with a name that contains one of `new_weights` (a new head)."""
     torch.manual_seed(cfg.seed)
     options: dict = {"dtype": weight_dtype(cfg)}
+    by_lengths = cfg.attn_implementation == varlen_attention.NAME
     if cfg.attn_implementation:
-        options["attn_implementation"] = cfg.attn_implementation
+        options["attn_implementation"] = "sdpa" if by_lengths else cfg.attn_implementation
     name = weights or cfg.model_name_or_path
     folder = weights_folder(cfg, weights) if name and not empty else None
     with errors_of(f"{name or cfg.model_config}: the model could not be built"):
+        info: dict = {"missing_keys": [], "mismatched_keys": []}
         if empty:
-            return _empty_model(auto_class, config, options)
-        if folder is None:
-            return auto_class.from_config(config, **options)
-        model, info = auto_class.from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=cfg.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported below
-            **options,
-        )
+            model = _empty_model(auto_class, config, options)
+        elif folder is None:
+            model = auto_class.from_config(config, **options)
+        else:
+            model, info = auto_class.from_pretrained(
+                folder,
+                config=config,
+                trust_remote_code=cfg.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below
+                **options,
+            )
     shapes = {
         key: f" (shape {list(file)} in the file, {list(here)} here)" for key, file, here in info["mismatched_keys"]
     }
@@ -63,7 +67,7 @@ def build_model(
             f"{name} has no weights for {len(missing)} parameters of {type(model).__name__}, first {missing[0]}"
             f"{shapes.get(missing[0], '')}: they would stay random; give a folder saved from this kind of model"
         )
-    return model
+    return varlen_attention.use_in(model) if by_lengths else model
 
 
 def weight_dtype(cfg: RunConfig) -> torch.dtype:

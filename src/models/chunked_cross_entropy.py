@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from src.models.compile_and_recompute import CompiledOnAccelerators
 from src.models.cross_entropy import PLAIN, CrossEntropy, at_least_float32
-from src.runtime.private_apis import known_masks
+from src.models.varlen_attention import document_bounds, takes_lengths
+from src.runtime.private_apis import attention_kernel, known_masks
 from src.text.tokenize_and_pack import IGNORED
 
 # Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
@@ -36,11 +37,15 @@ class Scored(NamedTuple):
 
 
 def score_tokens(model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_head: bool, **options) -> Scored:
-    """Run a language model on `input_ids` and `position_ids` of packed rows; the head runs only if it is not linear."""
-    positions = inputs.get("position_ids")
+    """Run a language model on `input_ids`, and on `position_ids` and `documents` of packed rows.
+
+    The head runs only if it is not linear."""
+    positions, documents = inputs.get("position_ids"), inputs.get("documents")
+    by_lengths = documents is not None and takes_lengths(attention_kernel(model.config))
+    options |= document_bounds(documents, inputs["input_ids"].shape[1]) if by_lengths else {}
     # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
     arguments = {"input_ids": inputs["input_ids"], "position_ids": positions, "use_cache": False} | options
-    with known_masks(packed=positions is not None):
+    with known_masks(packed=positions is not None and not by_lengths):
         output = model.base_model(**arguments) if plain_head else model(**arguments)
     hidden, head = (output.last_hidden_state, model.get_output_embeddings()) if plain_head else (output.logits, None)
     return Scored(hidden.flatten(0, 1), head, getattr(output, "router_logits", None) or ())

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, errors_of
-from src.runtime.private_apis import known_masks
+from src.models.varlen_attention import document_bounds, takes_lengths
+from src.runtime.private_apis import attention_kernel, known_masks
 
 LENGTH = 8  # of a probe's row, in tokens
 
 
 @contextmanager
 def probing(model: torch.nn.Module):
-    """Within, the model runs without gradients and dropout. Raise UsageError if it fails."""
-    training = model.training
+    """Within, the model runs on the CPU without gradients and dropout. Raise UsageError if it fails."""
+    training, kernel = model.training, attention_kernel(model.config)
     model.eval()
+    if kernel and "flash" in kernel:  # flash attention runs on GPUs only
+        model.set_attn_implementation("eager")
     try:
         # Sizes of its configuration may not fit each other, or it does not take position_ids.
         what = f"model_config or model_name_or_path: {type(model).__name__} does not run on a row of tokens"
@@ -27,6 +30,8 @@ def probing(model: torch.nn.Module):
             yield
     finally:
         model.train(training)
+        if kernel != attention_kernel(model.config):
+            model.set_attn_implementation(kernel)
 
 
 def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
@@ -66,17 +71,23 @@ def is_plain_head(model: Any, logits_of: Callable[[], Any], hidden_of: Callable[
 
 
 def check_packing(model: Any, vocab_size: int) -> None:
-    """Raise UsageError if the second document of a packed row attends to the first.
+    """Raise UsageError if the second document of a packed row attends to the first, or is not as if alone in a row.
 
     Recurrent models, ALiBi models and models that make their own positions ignore position_ids without an error."""
     half = LENGTH // 2
-    second = torch.arange(half) % vocab_size
-    rows = torch.stack([torch.cat([torch.full((half,), token), second]) for token in (0, vocab_size - 1)])
-    positions = torch.arange(half).repeat(len(rows), 2)
-    with probing(model), known_masks(packed=True):
-        one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
-    if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+    second = vocab_size - 1 - torch.arange(half) % vocab_size  # special tokens, as those of padding, are mostly first
+    first = [torch.full((half,), token) for token in (0, vocab_size - 1)]
+    rows = torch.stack([torch.cat([row, second]) for row in first])
+    inputs = {"input_ids": rows, "position_ids": torch.arange(half).repeat(len(rows), 2), "use_cache": False}
+    with probing(model):
+        by_lengths = takes_lengths(attention_kernel(model.config))
+        inputs |= document_bounds(torch.full((len(rows), 2), half), LENGTH) if by_lengths else {}
+        with known_masks(packed=not by_lengths):
+            one, other = model(**inputs).logits[:, half:]
+        alone = model(input_ids=second[None], use_cache=False).logits[0]
+    rounding = (1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1) * alone.abs().max()
+    if not torch.allclose(one, other, rtol=1e-5, atol=1e-6) or (one - alone).abs().max() > rounding:
         raise UsageError(
             f"packing is true, but {model.config.model_type} models ignore position_ids, so the documents of a row "
-            "would attend to each other: give --packing false"
+            "would attend to each other, or not begin at position 0: give --packing false"
         )

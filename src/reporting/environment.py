@@ -16,14 +16,14 @@ import torch
 from src.config.paths import REPOSITORY
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.init_accelerator import num_nodes
-from src.distributed.strategies import Strategy
 from src.storage import atomic_folder, hub
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
-def write_environment(folder: Path, strategy: Strategy, cfg: RunConfig, unit: str, step: int) -> None:
+def write_environment(folder: Path, backend: Backend, cfg: RunConfig, unit: str, step: int) -> None:
     """Write environment.json, with a list of all starts of this run."""
     starts = atomic_folder.read_json(folder / "environment.json").get("starts", []) if step else []
     # git tracks train.py, or it has found another repository in a parent folder.
@@ -36,9 +36,9 @@ def write_environment(folder: Path, strategy: Strategy, cfg: RunConfig, unit: st
         "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
         "command": redact_all(sys.argv),
         "fetched": redact_all(hub.records),
-        **topology(strategy, cfg),
+        **topology(backend, cfg),
         "unit": unit,
-        "starts": [*starts, {"step": step, "world_size": strategy.accelerator.num_processes, "time": time.time()}],
+        "starts": [*starts, {"step": step, "world_size": backend.accelerator.num_processes, "time": time.time()}],
     }
     atomic_folder.rewrite(folder / "environment.json", json.dumps(values, indent=1))
 
@@ -52,19 +52,19 @@ def _git(*words: str) -> str:
         return ""
 
 
-def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
-    """Return device, precision, strategy, world size and nodes; for training also the global batch."""
-    accelerator, device = strategy.accelerator, strategy.accelerator.device
+def topology(backend: Backend, cfg: RunConfig, training: bool = True) -> dict:
+    """Return device, precision, backend, world size and nodes; for training also the global batch."""
+    accelerator, device = backend.accelerator, backend.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     compute_dtype = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     values = {
         "device": f"{device.type} ({name}), CPU threads per rank: {torch.get_num_threads()}",
         "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
-        "strategy": strategy.name,
+        "strategy": backend.name,
         "world_size": accelerator.num_processes,
         "nodes": num_nodes(),
     }
-    return values | ({"global_batch": arithmetic(cfg, strategy.data_world_size)} if training else {})
+    return values | ({"global_batch": arithmetic(cfg, backend.data_world_size)} if training else {})
 
 
 def arithmetic(cfg: RunConfig, ranks: int) -> str:

@@ -34,7 +34,7 @@ class RunLogger:
     def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, lr_at: Callable[[int], float]):
         """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers (a collective)."""
         self.run, self.cfg, self.state = run, run.cfg, run.state
-        accelerator, is_training = run.strategy.accelerator, not due.complete()
+        accelerator, is_training = run.backend.accelerator, not due.complete()
         self.is_main, self.folder = accelerator.is_main_process, Path(run.cfg.output_dir)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.gpu_use = GpuUse(run)
@@ -46,9 +46,9 @@ class RunLogger:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
             plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
-            self.say(console.table(plan | topology(run.strategy, run.cfg)))
+            self.say(console.table(plan | topology(run.backend, run.cfg)))
             self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
-            for note in start.notes + run_notes(run.cfg, run.datasets) + run.strategy.buffers.notes():
+            for note in start.notes + run_notes(run.cfg, run.datasets) + run.backend.buffers.notes():
                 self.say(note)
             if is_training:
                 record_exit_in(self.folder)
@@ -76,15 +76,15 @@ class RunLogger:
             return
         run, step = self.run, self.state.step
         atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(run.cfg, run.task.options))
-        write_environment(self.folder, run.strategy, run.cfg, run.task.unit, step)
+        write_environment(self.folder, run.backend, run.cfg, run.task.unit, step)
         # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
         jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, self.state))
         self.ledger = Ledger(run.cfg, run.datasets["train"], step)
         run.files += [self.metrics, self.ledger]
         self.profiler = StepProfiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
-        if run.strategy.accelerator.log_with:
-            self.trackers = Trackers(run.strategy.accelerator, run.cfg, step)
+        if run.backend.accelerator.log_with:
+            self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
 
     def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Count one step without waiting for the device."""

@@ -45,7 +45,7 @@ class GpuUse:
 
     def __init__(self, run: Run):
         """Count the FLOPs of a token in a row of mean length."""
-        accelerator, stats = run.strategy.accelerator, run.datasets["train"].stats
+        accelerator, stats = run.backend.accelerator, run.datasets["train"].stats
         self.device, self.processes, self.flops = accelerator.device, accelerator.num_processes, 0.0
         if self.device.type != "cuda":
             return

@@ -119,11 +119,13 @@ def sample_names() -> list[str]:
 def sample_folder(name: str, cache: Path) -> str | None:
     """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
 
-    Its name holds the version, so two checkouts that share a cache do not delete each other's rows."""
+    Its name holds a hash of the code that makes it, so changed code, or another checkout, has rows of its own."""
     if name not in sample_names():
         return None
     sample = import_module(f"samples.{name}")
-    target = cache.absolute() / "samples" / f"{name}-{sample.VERSION}"
+    code = b"".join(path.read_bytes() for path in sorted((REPOSITORY / "samples").glob("_*.py")))
+    code += Path(str(sample.__file__)).read_bytes()
+    target = cache.absolute() / "samples" / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
 
     def make() -> None:
         print(f"building the sample dataset {name} in {target}", flush=True)

@@ -26,10 +26,12 @@ from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
+from src.models.varlen_attention import takes_lengths
+from src.runtime.private_apis import attention_kernel
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.tokenize_and_pack import IGNORED, pack, packed_positions, padded_length
+from src.text.tokenize_and_pack import IGNORED, document_lengths, pack, packed_positions, padded_length
 
 SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
 
@@ -73,6 +75,7 @@ class Task(base.Task):
             self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
         self.max_length = check_fit(self.cfg, self.config, self.tokenizer, o.max_length)
         self.vocab_size = vocabulary_size(self.cfg, self.config)
+        self.takes_lengths = o.packing and takes_lengths(self.cfg.attn_implementation or attention_kernel(self.config))
         self.row_settings = (self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
         self.encoder = Encoder(self.tokenizer, *self.row_settings)
         self.router_coefficient = router_coefficient(self.config, o.router_aux_loss_coef)
@@ -132,6 +135,8 @@ class Task(base.Task):
         # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
         inputs = {"input_ids": ids, "targets": targets, "lengths": np.array(lengths)}
         inputs |= {"position_ids": positions} if self.options.packing else {}
+        if self.takes_lengths:
+            inputs["documents"] = document_lengths([row["documents"] for row in rows], width)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
         return Batch(tensors, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})

@@ -132,11 +132,15 @@ class Encoder:
             yield Document(ids, labels, np.zeros(len(ids), np.int64))
 
     def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
+        if ids is None or None in ids or None in labels:
+            raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
         if len(labels) != len(ids):
             raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
         if mask is not None and (len(mask) != len(ids) or any(value != 1 for value in mask)):
             raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
         for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
+            if values and isinstance(values[0], float) and any(value % 1 for value in values):  # a column of fractions
+                raise UsageError(f"{location}: `{name}` holds a number that is not whole")
             if values and not 0 <= min(values) <= max(values) < self.vocab_size:
                 raise UsageError(
                     f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"

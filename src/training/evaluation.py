@@ -17,8 +17,8 @@ from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, evaluation_order
 from src.data.data_loader import read_batches, seed_everything
+from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
-from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Batch, Task
 
@@ -27,7 +27,7 @@ ASK = 8  # micro-batches between two all-reduces of the stop requests; then thei
 
 @torch.no_grad()
 def evaluate(
-    strategy: Strategy,
+    backend: Backend,
     module: torch.nn.Module,
     task: Task,
     split,
@@ -40,9 +40,9 @@ def evaluate(
     one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
     number. Memory: a few numbers per micro-batch.
     """
-    plan, accelerator = make_plan(split, cfg, task), strategy.accelerator
-    rounds = -(-len(plan.micro_batches) // strategy.data_world_size)
-    mine = share_of_rank(strategy, plan.micro_batches, rounds)
+    plan, accelerator = make_plan(split, cfg, task), backend.accelerator
+    rounds = -(-len(plan.micro_batches) // backend.data_world_size)
+    mine = share_of_rank(backend, plan.micro_batches, rounds)
     results = Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
@@ -55,19 +55,19 @@ def evaluate(
     with _evaluating(module, cfg), _one_thread(accelerator.device):
         batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
         for _ in range(0, rounds, ASK):
-            if stopping and strategy.hosts.sum([stopping()])[0]:
+            if stopping and backend.hosts.sum([stopping()])[0]:
                 return None
             outputs = [forward(*item) for item in islice(batches, ASK)]
             for output in outputs:
                 results.add(*output)  # waits for the device
             progress.update(len(outputs))
-    return _combine(strategy, task, results)
+    return _combine(backend, task, results)
 
 
-def share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
+def share_of_rank(backend: Backend, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
     """Return the micro-batches of this rank; a sharded model, of which each pass is a collective, gets dummies."""
-    mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
-    return mine + [replace(micro_batches[0], dummy=True)] * (rounds - len(mine)) * strategy.is_sharded
+    mine = micro_batches[backend.data_rank :: backend.data_world_size]
+    return mine + [replace(micro_batches[0], dummy=True)] * (rounds - len(mine)) * backend.is_sharded
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ class Results:
         """Return the values of all examples, (examples, *shape)."""
         return self.columns.setdefault(name, np.zeros((self.plan.examples, *shape)))
 
-    def signature(self, strategy: Strategy) -> dict:
+    def signature(self, backend: Backend) -> dict:
         """Return what micro-batches returned; raise UsageError on all ranks if some returned other names or shapes."""
-        first, *others = strategy.hosts.union(self.signatures)
+        first, *others = backend.hosts.union(self.signatures)
         if others:  # no table could hold their values
             raise UsageError(
                 f"the task returns {first} for some micro-batches of an evaluation, but {others[0]} for others: return "
@@ -163,20 +163,20 @@ class Results:
         return json.loads(first)
 
 
-def _combine(strategy: Strategy, task: Task, results: Results) -> dict:
+def _combine(backend: Backend, task: Task, results: Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
-    plan, signature = results.plan, results.signature(strategy)
-    assert (strategy.hosts.sum(results.times_seen) == 1).all(), "not every example was evaluated exactly once"
+    plan, signature = results.plan, results.signature(backend)
+    assert (backend.hosts.sum(results.times_seen) == 1).all(), "not every example was evaluated exactly once"
     names = ["weight", *(name for name, rows in signature.items() if rows == "sum")]
     # Exact: each entry is one rank's number plus zeros.
-    table = strategy.hosts.sum(np.stack([results.sums(name) for name in names], axis=1)).numpy()
+    table = backend.hosts.sum(np.stack([results.sums(name) for name in names], axis=1)).numpy()
     values = {
-        name: strategy.hosts.sum(results.values(name, rows[1:])).numpy().astype(rows[0], copy=False)
+        name: backend.hosts.sum(results.values(name, rows[1:])).numpy().astype(rows[0], copy=False)
         for name, rows in signature.items()
         if rows != "sum"
     }
     if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch
-        names, table = _on_main(strategy, lambda: sums_by_block(names, table, values, plan.blocks))
+        names, table = _on_main(backend, lambda: sums_by_block(names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
         parts = {s.name: (table[s.micro_batches], s.rows.stop - s.rows.start) for s in plan.sources}
@@ -186,7 +186,7 @@ def _combine(strategy: Strategy, task: Task, results: Results) -> dict:
         line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
         line |= {f"{name}/{key}": value for name, numbers in by_source.items() for key, value in numbers.items()}
     if values:
-        line |= _on_main(strategy, lambda: task.row_metrics(values))
+        line |= _on_main(backend, lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
@@ -199,10 +199,10 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
     return line | (task.metrics(total, weight) if weight else {})
 
 
-def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
+def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     with _one_thread(torch.device("cpu")):
-        return run_on_main(strategy.accelerator, compute)
+        return run_on_main(backend.accelerator, compute)
 
 
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:

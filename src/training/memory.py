@@ -13,7 +13,7 @@ import torch
 from src.config.addons import load_addon
 from src.config.schema import RunConfig
 from src.data.prepared_split import Split
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.runtime import exit_codes
 from src.tasks import Task
 
@@ -34,14 +34,14 @@ def optimizer_moments(cfg: RunConfig) -> int:
 def describe_memory(
     cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], copies: int = 0
 ) -> str:
-    """Return one line: the memory per device under this launch's strategy.
+    """Return one line: the memory per device under this launch's backend.
 
     `copies`: copies of the trained weights that techniques have."""
     if _env("ACCELERATE_USE_DEEPSPEED") == "true":
         deepspeed = load_addon("backends", "deepspeed")
         name, sizes, offload = deepspeed.memory_of_launch(cfg, *count_parameters(model), copies)
     else:
-        name, shards, offload = strategy_of_launch()
+        name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
     size = format_size(sum(sizes.values()))
     where = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
@@ -60,7 +60,7 @@ def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, co
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer_moments(cfg) * width * trained / shards}
 
 
-def strategy_of_launch() -> tuple[str, int, bool]:
+def backend_of_launch() -> tuple[str, int, bool]:
     """Return (name, shards, whether weights are in host memory) from the launcher's variables, for DDP and FSDP2."""
     world = int(_env("WORLD_SIZE", "1"))
     if _env("ACCELERATE_USE_FSDP") == "true":
@@ -80,24 +80,24 @@ def _env(name: str, default: str = "") -> str:
 LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
 
 
-def choose_batch_size(strategy: Strategy, cfg: RunConfig, module: torch.nn.Module, task: Task, train_set: Split) -> int:
+def choose_batch_size(backend: Backend, cfg: RunConfig, module: torch.nn.Module, task: Task, train_set: Split) -> int:
     """Return per_device_batch_size. For `auto`, return the largest power of two for which a forward and backward pass
-    over the longest rows fits on every rank, up to its share of the global batch; strategy_checks.py refuses shards."""
+    over the longest rows fits on every rank, up to its share of the global batch; backend_checks.py refuses shards."""
     if cfg.per_device_batch_size != "auto":
         return cfg.per_device_batch_size
-    size = 1 << (max(1, cfg.global_batch_size // strategy.accelerator.num_processes).bit_length() - 1)
-    if strategy.accelerator.device.type == "cpu":
+    size = 1 << (max(1, cfg.global_batch_size // backend.accelerator.num_processes).bit_length() - 1)
+    if backend.accelerator.device.type == "cpu":
         return min(size, LARGEST_ON_CPU)
-    with strategy.buffers.unchanged():
-        while size > 1 and strategy.hosts.sum([lacks_memory(strategy, module, task, train_set, size)])[0]:
+    with backend.buffers.unchanged():
+        while size > 1 and backend.hosts.sum([lacks_memory(backend, module, task, train_set, size)])[0]:
             size //= 2
     return size
 
 
-def lacks_memory(strategy: Strategy, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> bool:
+def lacks_memory(backend: Backend, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> bool:
     """Return whether a pass over `size` rows does not fit in memory beside the optimizer's moments."""
     # Without DDP: a rank could wait for an all-reduce that another rank, out of memory, never reaches.
-    device, module, moments = strategy.accelerator.device, strategy.accelerator.unwrap_model(module), []
+    device, module, moments = backend.accelerator.device, backend.accelerator.unwrap_model(module), []
     try:
         rows = train_set.rows(train_set.longest(size))
         moments = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]

@@ -12,8 +12,8 @@ import torch
 
 from src.config.errors import UsageError
 from src.data.data_loader import StepBatch
+from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
-from src.distributed.strategies import Strategy
 
 SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
 LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
@@ -38,12 +38,12 @@ class StepTotals(NamedTuple):
     forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
 
     @classmethod
-    def sum_over_ranks(cls, strategy: Strategy, batch: StepBatch, requests: list[float], failed: float) -> "StepTotals":
+    def sum_over_ranks(cls, backend: Backend, batch: StepBatch, requests: list[float], failed: float) -> "StepTotals":
         """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
-        forwards = strategy.forwards_per_rank(batch)
-        sums = strategy.hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
+        forwards = backend.forwards_per_rank(batch)
+        sums = backend.hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
 
 

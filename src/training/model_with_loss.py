@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from src.config.schema import RunConfig
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
@@ -45,14 +45,14 @@ class ModelWithLoss(torch.nn.Module):
 
 def build_model(
     cfg: RunConfig,
-    strategy: Strategy,
+    backend: Backend,
     task: Task,
     weights: str | Path | None,
     change_model: Callable[[ModelWithLoss, RunConfig], None],
 ) -> ModelWithLoss:
     """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
     checkpointing as `cfg` says."""
-    model = ModelWithLoss(strategy.build_model(task, weights), task)
+    model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
-    compile_and_recompute(model.model, cfg, strategy.accelerator.device)
+    compile_and_recompute(model.model, cfg, backend.accelerator.device)
     return model

@@ -31,9 +31,9 @@ class Techniques:
         src/checkpointing/ calls it before it loads a checkpoint."""
         return {}
 
-    def compute_gradient(self, compute: Callable, strategy, module, batch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: Callable, backend, module, batch, total_weight: float) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses, by `compute` of train.py."""
-        return compute(strategy, module, batch, total_weight)
+        return compute(backend, module, batch, total_weight)
 
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""

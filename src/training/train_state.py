@@ -14,8 +14,8 @@ import torch
 from src.config.addons import schedule_addon
 from src.config.errors import Failure, UsageError, did_you_mean, warn
 from src.config.schema import RunConfig, best_by
+from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
-from src.distributed.strategies import Strategy
 from src.storage.jsonl import JsonlWriter
 from src.tasks import Task
 from src.training.meter import Meter, StepBatch, StepLosses
@@ -201,7 +201,7 @@ class Run:
     """What a run consists of. Every rank has one."""
 
     cfg: RunConfig
-    strategy: Strategy
+    backend: Backend
     task: Task
     datasets: dict[str, Any]
     model: ModelWithLoss  # its parameters are trained; sharded under FSDP2
@@ -215,7 +215,7 @@ class Run:
     @property
     def hosts(self) -> HostGroup:
         """The group in which all ranks sum small vectors on the host."""
-        return self.strategy.hosts
+        return self.backend.hosts
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""

@@ -283,6 +283,14 @@ def test_newest_best_and_every_nth_checkpoint_are_kept(tmp_path, fields, values,
     assert kept(tmp_path, EVERY, values, **fields) == expected
 
 
+def test_checkpoints_that_a_user_renamed_or_linked_stay(tmp_path):
+    mine, link = tmp_path / "checkpoints" / "mine", tmp_path / at_step(1)
+    mine.mkdir(parents=True)
+    link.symlink_to(mine)
+    assert kept(tmp_path, range(2, 6), save_total_limit=2) == [1, 4, 5]
+    assert mine.exists()
+
+
 def test_new_checkpoint_is_complete_before_an_old_one_is_removed(tiny, straight, tmp_path):
     """Killed in the middle of removing the old one."""
     flags, rmtree = recipe.flags(tiny, save_total_limit=1), shutil.rmtree

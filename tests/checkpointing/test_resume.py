@@ -11,7 +11,7 @@ import train
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import UsageError
 from src.config.parsing import RunConfig
-from src.distributed.strategies import make_strategy
+from src.distributed.backends import make_backend
 from src.storage import atomic_folder
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import DAMAGE, at_step, find, identity_of
@@ -30,10 +30,10 @@ def test_resume_from_what_is_no_checkpoint(tiny, known, interrupted):
 
 
 def _addresses(tiny: dict, folder) -> list[set[int]]:
-    """Return how far weights of a checkpoint begin after a multiple of 64 bytes: as the strategy and as the task builds them."""
-    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
+    """Return how far weights of a checkpoint begin after a multiple of 64 bytes: as the backend and as the task builds them."""
+    backend = make_backend(Accelerator(cpu=True), RunConfig())
     task, _ = kit.open_data(**tiny)
-    models = (strategy.build_model(task, folder), task.build_model(folder))
+    models = (backend.build_model(task, folder), task.build_model(folder))
     return [{p.data_ptr() % 64 for p in model.parameters()} for model in models]
 
 
@@ -130,7 +130,7 @@ def _weights_at_the_start(argv):
     """Train on this rank; return the model's weights before the first step."""
     seen = {}
 
-    def look(strategy, module, optimizer):
+    def look(backend, module, optimizer):
         seen["weights"] = {name: value.clone() for name, value in module.model.state_dict().items()}
 
     kit.after_prepare(look)

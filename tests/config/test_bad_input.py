@@ -28,7 +28,8 @@ CHAT = TEXT | {"chat_template": "chat.jinja"}
 LABELS = TEXT | {"task": "text_classification", "model_config": "bert.yaml"}
 SAVED = {"model_config": None, "model_name_or_path": "model"}
 FOLDER = {"train_file": None, "dataset_name": "folder"}
-IDS = '{"input_ids": [1, 2, 3]}\n'
+IDS_ROW = {"input_ids": [1, 2, 3]}
+IDS = json.dumps(IDS_ROW) + "\n"
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
 USER = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -98,6 +99,11 @@ CASES = {
     "label id outside": ids("`labels` holds 1 to 999", [1, 2], labels=[1, 999]),
     "labels of another length": ids("`labels` has 2 values for 3 input_ids", [1, 2, 3], labels=[1, 2]),
     "all labels masked": ids("masked (-100)", [1, 2, 3], labels=[-100] * 3),
+    "fractions in a later row": rows(
+        "line 2: train data: `input_ids` holds a number", IDS_ROW, {"input_ids": [5.5, 6]}
+    ),
+    "null for ids": rows("line 2: train data: `input_ids` or `labels` is or holds null", IDS_ROW, {"input_ids": None}),
+    "null in ids": ids("`input_ids` or `labels` is or holds null", [1, None, 3]),
     "rows too short": rows("too short", {"input_ids": [1]}, {"input_ids": []}),
     "completion null": rows("`completion` holds nothing", {"prompt": "a cat", "completion": None}, changed=TEXT),
     "chat without template": rows("no chat template|--chat_template", USER, changed=TEXT),

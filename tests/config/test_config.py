@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 
-from src.config import addons, fields, parsing, paths, validation
+from src.config import addons, fields, help_text, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.parsing import NAMES_ELSEWHERE
@@ -300,7 +300,7 @@ GROUPS += ["performance", *(["techniques"] if addons.addon_names("techniques") e
 @pytest.mark.parametrize("task", OPTIONS)
 def test_help_shows_every_field_once_with_one_default(capsys, task):
     with pytest.raises(SystemExit) as stop:
-        parsing.parse(["--help", "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
+        parsing.parse(["--help", "all", "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert re.findall(r"^(\S.*):$", shown, re.M) == [*GROUPS, f"task {task}"]
@@ -316,6 +316,18 @@ def test_help_shows_every_field_once_with_one_default(capsys, task):
         text = " ".join(flags[name].split())
         assert rules.help[:20] in text
         assert text.count("(default: ") == 1
+
+
+def test_help_shows_what_most_runs_set_and_names_the_rest(capsys):
+    with pytest.raises(SystemExit):
+        parsing.parse(["--help"], OPTIONS)
+    shown, fields = capsys.readouterr().out, {field.name for field in dataclasses.fields(RunConfig)}
+    assert {*help_text.SELDOM.split()} <= fields
+    assert {"train_file", "learning_rate", "save_steps"} <= (listed := set(re.findall(r"^  --(\w+)", shown, re.M)))
+    named = set(re.findall(r"\w+", shown.partition("more fields, by --help all:")[2]))
+    assert {*help_text.SELDOM.split()} <= named
+    assert not named & listed
+    assert fields <= named | listed
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,12 @@ def test_train_py_without_its_packages():
 
 @pytest.mark.parametrize(
     "words, part",
-    [(["NPROC=two"], "NPROC is 'two'"), (["NPROC=0"], "'0'"), (["CONFIG=a b.yaml"], "CONFIG is 'a b.yaml'")],
+    [
+        (["NPROC=two"], "NPROC is 'two'"),
+        (["NPROC=0"], "'0'"),
+        (["CONFIG=a b.yaml"], "CONFIG is 'a b.yaml'"),
+        (["config=x.yaml"], "CONFIG=x.yaml"),
+    ],
 )
 def test_invalid_variable(project, words, part):
     done = subprocess.run(["make", "train", *words], cwd=project, capture_output=True, text=True, check=False)

@@ -36,7 +36,7 @@ def whole(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "world, micro, tolerance, strategy",
+    "world, micro, tolerance, backend",
     [
         (1, 4, 1e-10, None),
         (2, 4, 1e-10, None),
@@ -45,8 +45,8 @@ def whole(files, tmp_path_factory):
         (2, 8, 1e-10, "fsdp2"),
     ],
 )
-def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, world, micro, tolerance, strategy):
-    env = kit.where(strategy, world, mixed_precision="no") if strategy else None
+def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, world, micro, tolerance, backend):
+    env = kit.where(backend, world, mixed_precision="no") if backend else None
     run = kit.run_training(world, tmp_path / "run", *recipe(files, per_device_batch_size=micro), env=env)
     assert len(run.losses()) == STEPS
     assert kit.distance(whole.weights, run.weights) <= tolerance  # world 3: DDP divides by 3 in float32
@@ -55,13 +55,13 @@ def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, w
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
 
 
-def _naive_gradient(strategy, module, step_batch, total_weight):
+def _naive_gradient(backend, module, step_batch, total_weight):
     """The mutant: the mean of the micro-batches' means, as most loops have it."""
     total = torch.zeros((), dtype=torch.float64)
     for micro, batch in step_batch:
-        with nullcontext() if micro.last else strategy.accelerator.no_sync(module):
+        with nullcontext() if micro.last else backend.accelerator.no_sync(module):
             loss = module(batch.inputs)["loss"]
-            strategy.accelerator.backward(loss / max(batch.weight, 1) / len(step_batch))
+            backend.accelerator.backward(loss / max(batch.weight, 1) / len(step_batch))
         if not micro.dummy:
             total += loss.detach()
     return StepLosses(total[None], {})

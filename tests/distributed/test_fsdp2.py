@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
-from src.distributed.strategies import Strategy
 from src.tasks import causal_lm
 from src.training import evaluation, model_with_loss
 from tests.helpers import kit
-from tests.helpers.strategy_runs import (
+from tests.helpers.backend_runs import (
     STEPS,
     at_step,
     check_same_checkpoint,
@@ -28,7 +28,7 @@ from tests.helpers.strategy_runs import (
     command,
     where,
 )
-from tests.helpers.strategy_runs import fsdp2_recipe as recipe
+from tests.helpers.backend_runs import fsdp2_recipe as recipe
 
 pytestmark = pytest.mark.cluster
 
@@ -111,13 +111,13 @@ def test_weights_that_accelerate_would_untie_are_refused(dropped, tmp_path, monk
 def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch, mutant):
     """Two ranks have one and two micro-batches in a step, one and none in an evaluation. The mutants have no dummies."""
 
-    def unpadded(strategy, micro_batches, rounds):
+    def unpadded(backend, micro_batches, rounds):
         faulthandler.disable()  # gloo may crash where collectives do not match, which would be a page of text
         torch._C._set_print_stack_traces_on_fatal_signal(False)
-        return micro_batches[strategy.data_rank :: strategy.data_world_size]
+        return micro_batches[backend.data_rank :: backend.data_world_size]
 
     if mutant == "training":
-        monkeypatch.setattr(Strategy, "pad_with_dummy_batches", lambda self, batch, forwards: batch)
+        monkeypatch.setattr(Backend, "pad_with_dummy_batches", lambda self, batch, forwards: batch)
     if mutant == "evaluation":
         monkeypatch.setattr(evaluation, "share_of_rank", unpadded)
     fields = {"global_batch_size": 12, "max_eval_examples": 8, "max_steps": 2, "eval_steps": 5, "warmup_steps": 1}
@@ -210,7 +210,7 @@ def _masters(argv):
     """Train on this rank; return its sharded weights (type, dtype, local and all elements), and whether each built model was empty."""
     weights, built, build = [], [], causal_lm.Task.build
 
-    def look(strategy, module, optimizer):
+    def look(backend, module, optimizer):
         weights.extend((type(p.data).__name__, p.dtype, p.to_local().numel(), p.numel()) for p in module.parameters())
 
     def building(self, weights=None, empty=False):

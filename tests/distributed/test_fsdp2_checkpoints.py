@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP2: every rank writes a part, any strategy resumes, and a disk or a rank may fail meanwhile."""
+"""Checkpoints of FSDP2: every rank writes a part, any backend resumes, and a disk or a rank may fail meanwhile."""
 
 import errno
 import json
@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 import train
 from src.checkpointing import checkpoint_folder
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.storage import atomic_folder
 from src.tasks import causal_lm
 from tests.helpers import kit
-from tests.helpers.strategy_runs import (
+from tests.helpers.backend_runs import (
     at_step,
     check_same_checkpoint,
     check_same_run,
@@ -25,7 +25,7 @@ from tests.helpers.strategy_runs import (
     saved,
     where,
 )
-from tests.helpers.strategy_runs import fsdp2_recipe as recipe
+from tests.helpers.backend_runs import fsdp2_recipe as recipe
 
 pytestmark = pytest.mark.cluster
 
@@ -91,7 +91,7 @@ def test_more_processes_than_layers_save(tmp_path):
 def test_resume_on_as_many_ranks_is_bitwise(files, fsdp2_two, tmp_path, monkeypatch, mutant):
     """The mutant leaves the moments as they are in a new optimizer."""
     if mutant:
-        monkeypatch.setattr(Strategy, "load_moments", lambda *args: None)
+        monkeypatch.setattr(Backend, "load_moments", lambda *args: None)
     folder = killed_after(fsdp2_two, tmp_path / "run", 15)
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, fsdp2_two.weights) == (not mutant)
@@ -99,7 +99,7 @@ def test_resume_on_as_many_ranks_is_bitwise(files, fsdp2_two, tmp_path, monkeypa
     assert (kit.timeless(run.folder) == kit.timeless(fsdp2_two.folder)) == (not mutant)
 
 
-def test_a_run_moves_from_strategy_to_strategy(files, fsdp2_alone, fsdp2_two, tmp_path):
+def test_a_run_moves_from_backend_to_backend(files, fsdp2_alone, fsdp2_two, tmp_path):
     """FSDP2 on two ranks, then on three, then DDP on two, then one process; or at last HSDP on four."""
     folder = killed_after(fsdp2_two, tmp_path / "run", 5)
     kit.run_training(3, folder, *recipe(files, max_steps=10), env=where("fsdp2", 3))
@@ -173,10 +173,10 @@ def poison(monkeypatch, number: int) -> None:
     """Let the loss of the second of two ranks be NaN in one step."""
     gradient, loss = train.compute_gradient, causal_lm.Task.loss
 
-    def poisoned(strategy, module, batch, weight):
-        wrong = batch[-1][0].step + 1 == number and strategy.data_rank == 1
+    def poisoned(backend, module, batch, weight):
+        wrong = batch[-1][0].step + 1 == number and backend.data_rank == 1
         module.task.factor = float("nan") if wrong else 1.0
-        return gradient(strategy, module, batch, weight)
+        return gradient(backend, module, batch, weight)
 
     def loss_of(self, *args):
         sums = loss(self, *args)

@@ -8,8 +8,8 @@ from src.distributed.fsdp2 import layers_that_share
 from src.tasks.base import Task
 from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task
+from tests.helpers.backend_runs import where
 from tests.helpers.plain_task import flags
-from tests.helpers.strategy_runs import where
 
 pytestmark = pytest.mark.cluster
 

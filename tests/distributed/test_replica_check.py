@@ -10,9 +10,9 @@ import train
 from src.checkpointing import checkpoint_folder
 from src.config.errors import Failure
 from src.config.schema import RunConfig
-from src.distributed import replica_check
+from src.distributed import backend_checks
+from src.distributed.backends import make_backend
 from src.distributed.init_accelerator import init_accelerator
-from src.distributed.strategies import make_strategy
 from tests.helpers import kit
 
 PARAMETER = "transformer.h.1.mlp.c_fc.weight"
@@ -42,12 +42,12 @@ def flip_at(step: int, rank: int, monkeypatch, names=(PARAMETER,)) -> None:
     """Let faulty memory change parameters on one rank after its update of `step`."""
     count, update = [0], train.optimizer_step
 
-    def faulty(strategy, module, *args):
-        result = update(strategy, module, *args)
+    def faulty(backend, module, *args):
+        result = update(backend, module, *args)
         count[0] += 1
-        if count[0] == step and strategy.data_rank == rank:
+        if count[0] == step and backend.data_rank == rank:
             for name in names:
-                flip(strategy.accelerator.unwrap_model(module).model.get_parameter(name))
+                flip(backend.accelerator.unwrap_model(module).model.get_parameter(name))
         return result
 
     monkeypatch.setattr(train, "optimizer_step", faulty)
@@ -87,7 +87,7 @@ def test_one_flipped_bit_on_one_rank_ends_all(files, tmp_path):
 
 def test_mutant_without_the_check_saves_replicas_that_differ(files, tmp_path, monkeypatch):
     flip_at(5, 1, monkeypatch)
-    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
+    monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)
     codes, _ = trained(files, tmp_path / "here")
     assert codes == [0, 0]
     assert saved(tmp_path / "here") == [2, 4, 6, 8]
@@ -125,34 +125,34 @@ def _model(dtype=torch.float32) -> torch.nn.Module:
 def test_digest_sees_every_change(device, monkeypatch):
     """The digest for devices runs on a CPU here."""
     if device == "device":
-        monkeypatch.setattr(replica_check, "digests", lambda m: torch.stack([_on_device(p) for p in m.parameters()]))
+        monkeypatch.setattr(backend_checks, "digests", lambda m: torch.stack([_on_device(p) for p in m.parameters()]))
     results = {}
     for how, change in {"nothing": lambda x: None, **CHANGES}.items():
         model = _model()
         with torch.no_grad():
             change(model[0].weight)
-        results[how] = replica_check.digests(model)
+        results[how] = backend_checks.digests(model)
     assert len({digest[0].item() for digest in results.values()}) == len(results)
     assert all(torch.equal(digest[1:], results["nothing"][1:]) for digest in results.values())
 
 
 def _on_device(parameter: torch.Tensor) -> torch.Tensor:
-    return replica_check._digest_on_device(parameter.detach().reshape(-1))
+    return backend_checks._digest_on_device(parameter.detach().reshape(-1))
 
 
 def _compare(changes: list[dict[int, str]], mutant: bool) -> list[str]:
     """Compare replicas, each time with bits flipped in some ranks' parameters; return what each failure says."""
     if mutant:  # sums in the tensors' own precision
         sums = lambda model: torch.stack([p.detach().sum() for p in model.parameters()])  # noqa: E731
-        replica_check.digests = lambda model: sums(model).view(torch.int32)
+        backend_checks.digests = lambda model: sums(model).view(torch.int32)
     cfg, messages = RunConfig(output_dir="unused", ddp_timeout=60), []
-    strategy = make_strategy(init_accelerator(cfg), cfg)
+    backend = make_backend(init_accelerator(cfg), cfg)
     for change in changes:
         model = _model()
         if (name := change.get(int(os.environ["RANK"]))) is not None:
             flip(model.get_parameter(name), 0)
         try:
-            replica_check.check_replicas(strategy, model, 7)
+            backend_checks.check_replicas(backend, model, 7)
             messages.append("")
         except Failure as failure:
             messages.append(str(failure))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.tasks import text_classification
 from tests.helpers import kit, routed_model
 
@@ -51,9 +51,9 @@ def test_mutant_zero_instead_of_no_gradient_is_caught(folder, one, tmp_path, mon
     """An expert that no row of a step uses would move by its moments and its weight decay."""
     gradient = train.compute_gradient
 
-    def zeros(strategy, module, *rest):
-        losses = gradient(strategy, module, *rest)
-        for parameter in (strategy.parameters[name] for name in strategy.trainable):
+    def zeros(backend, module, *rest):
+        losses = gradient(backend, module, *rest)
+        for parameter in (backend.parameters[name] for name in backend.trainable):
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return losses
 
@@ -64,7 +64,7 @@ def test_mutant_zero_instead_of_no_gradient_is_caught(folder, one, tmp_path, mon
 
 def test_mutant_gradients_of_the_last_micro_batch_only_are_caught(folder, one, tmp_path, monkeypatch):
     """Each rank loses the gradient of an expert that its last micro-batch does not use, but an earlier one does."""
-    backward = Strategy.backward
+    backward = Backend.backward
 
     def losing(self, module, loss, micro):
         trained = [self.parameters[name] for name in self.trainable]
@@ -74,7 +74,7 @@ def test_mutant_gradients_of_the_last_micro_batch_only_are_caught(folder, one, t
                 parameter.grad.zero_()
         backward(self, module, loss, micro)
 
-    monkeypatch.setattr(Strategy, "backward", losing)
+    monkeypatch.setattr(Backend, "backward", losing)
     run = kit.run_training(2, tmp_path / "run", *routed_model.recipe(folder), *ALLOW)
     assert kit.distance(one.weights, run.weights) > 1e-3
 
@@ -110,11 +110,11 @@ def test_an_unused_parameter_is_refused_under_ddp(folder, tmp_path, monkeypatch)
 def test_unfreezing_during_training_is_refused(folder, tmp_path, monkeypatch):
     update = train.optimizer_step
 
-    def freezing(strategy, module, *rest):
+    def freezing(backend, module, *rest):
         for name, parameter in module.named_parameters():
             if name.endswith("spare.weight"):
                 parameter.requires_grad_(True)
-        return update(strategy, module, *rest)
+        return update(backend, module, *rest)
 
     monkeypatch.setattr(train, "optimizer_step", freezing)
     codes, texts = command(folder, tmp_path, 2, *ALLOW)

@@ -15,9 +15,10 @@ import torch
 
 import train
 from src.config.schema import RunConfig
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.models import chunked_cross_entropy
 from src.models.cross_entropy import PLAIN, CrossEntropy
+from src.models.varlen_attention import document_bounds, varlen_attention
 from tests.helpers import kit
 from tests.models.test_chunked_cross_entropy import linear_sums
 
@@ -34,15 +35,16 @@ def recipe(files, tmp_path_factory):
     return lambda **fields: kit.flags(**values | {"max_steps": 20, "logging_steps": 1, "eval_steps": 10} | fields)
 
 
-def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.Run:
-    """Launch train.py by `accelerate launch` on this GPU, or with `config` cpu on the CPU, and read the run back.
+def launched(folder, flags, precision: str = "no", config: str = "gpu", script: str = "train.py") -> kit.Run:
+    """Launch train.py, or another script, by `accelerate launch` on this GPU, or with `config` cpu on the CPU, and read the run back.
 
     A forked process cannot use a GPU that its parent has used, so each training is a command."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment["PYTHONPATH"] = str(kit.REPOSITORY)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
-    script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(folder)]
+    command = [str(kit.REPOSITORY / script), *flags, "--output_dir", str(folder)]
     done = subprocess.run(
-        [*launch, str(kit.REPOSITORY / "accelerate_configs" / f"{config}.yaml"), *script],
+        [*launch, str(kit.REPOSITORY / "accelerate_configs" / f"{config}.yaml"), *command],
         env=environment,
         capture_output=True,
         text=True,
@@ -72,9 +74,46 @@ def test_a_gpu_trains_the_numbers_of_a_cpu(recipe, float32, tmp_path):
     assert kit.ledger_text(float32.folder) == kit.ledger_text(on_cpu.folder)
 
 
+STRICT = """
+import torch
+import train
+
+
+def strict(function, calls=[0]):
+    def call(*arguments):
+        calls[0] += 1
+        torch.cuda.set_sync_debug_mode("error" if calls[0] > 10 else "default")  # five steps compile and allocate
+        result = function(*arguments)
+        WAIT
+        torch.cuda.set_sync_debug_mode("default")
+        return result
+
+    return call
+
+
+train.compute_gradient = strict(train.compute_gradient)
+train.optimizer_step = strict(train.optimizer_step)
+train.run_main(train.main)
+"""
+
+
+@pytest.fixture
+def no_waiting(tmp_path):
+    """The path of a train.py of which no step may wait for the device."""
+    (tmp_path / "strict.py").write_text(STRICT.replace("WAIT", "pass"))
+    return tmp_path / "strict.py"
+
+
+def test_mutant_step_that_waits_is_caught(recipe, no_waiting, tmp_path):
+    no_waiting.write_text(STRICT.replace("WAIT", 'torch.zeros(1, device="cuda").item()'))
+    with pytest.raises(AssertionError, match="synchroniz"):
+        launched(tmp_path / "run", recipe(), "bf16", script=no_waiting)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, precision):
-    run = launched(tmp_path / "run", recipe(), precision)
+def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, no_waiting, precision):
+    script = no_waiting if precision == "bf16" else "train.py"  # in fp16, the scale depends on the gradient
+    run = launched(tmp_path / "run", recipe(), precision, script=script)
     assert run.environment["precision"] == f"weights float32, computing in {precision}"
     assert {value.dtype for value in run.weights.values()} == {torch.float32}
     assert losses_agree(run, float32, 2e-2)
@@ -110,6 +149,44 @@ def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
 def test_checkpointed_activations_compute_the_same(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(gradient_checkpointing=True))
     assert losses_agree(run, float32, 1e-5)
+
+
+def test_packed_rows_compute_the_numbers_of_a_cpu(recipe, tmp_path, no_waiting):
+    packed = {"packing": True, "max_length": 128}
+    on_cpu = launched(tmp_path / "cpu", recipe(**packed), config="cpu")
+    for attention in ("sdpa", "varlen"):
+        flags = recipe(**packed, attn_implementation=attention)
+        assert losses_agree(launched(tmp_path / attention, flags, "bf16", script=no_waiting), on_cpu, 2e-2)
+
+
+@pytest.mark.parametrize("window, key_heads", [(None, 4), (100, 4), (None, 2)])
+def test_kernel_by_lengths_is_attention_within_documents(window, key_heads):
+    torch.manual_seed(0)
+    shapes = ((2, 4, 512, 64), (2, key_heads, 512, 64), (2, key_heads, 512, 64))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    lengths = torch.tensor([[300, 211, 0, 1], [512, 0, 0, 0]], device="cuda")
+    results = []
+    for on_gpu in (True, False):
+        moved = inputs if on_gpu else [x.detach().double().cpu().requires_grad_() for x in inputs]
+        bounds = document_bounds(lengths if on_gpu else lengths.cpu(), 512)
+        out, _ = varlen_attention(None, *moved, None, scaling=0.125, sliding_window=window, **bounds)
+        results.append([x.double().cpu() for x in (out, *torch.autograd.grad((out.float() ** 2).sum(), moved))])
+    for value, exact in zip(*results, strict=True):
+        assert (value - exact).norm() <= 1e-2 * exact.norm()
+
+
+def test_a_classifier_trains_in_bf16_and_smoke_passes(files, tmp_path):
+    rows = [{"text": f"{'good' if i % 2 else 'bad'} {i}", "label": i % 2} for i in range(64)]
+    model = {"model_type": "bert", "num_hidden_layers": 2, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    model |= {name: size for name, size in HEADS.items() if name != "num_key_value_heads"}
+    model = kit.write_yaml(tmp_path / "bert.yaml", model)
+    kit.tiny_tokenizer(tmp_path / "tokenizer", ["good bad"])
+    values = {"task": "text_classification", "model_config": model, "tokenizer_name": tmp_path / "tokenizer"}
+    values |= {"train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows), "global_batch_size": 16, "max_steps": 8}
+    flags = kit.flags(**values | {"logging_steps": 1, "learning_rate": 1e-3})
+    run, on_cpu = launched(tmp_path / "run", flags, "bf16"), launched(tmp_path / "cpu", flags, config="cpu")
+    assert losses_agree(run, on_cpu, 2e-2)
+    assert "smoke: passed" in launched(tmp_path / "run", [*flags, "--smoke"], "bf16").text
 
 
 TECHNIQUES = {
@@ -196,10 +273,10 @@ def test_a_non_finite_update_is_skipped_on_the_device():
         num_processes=1,
         clip_grad_norm_=lambda parameters, most: torch.nn.utils.clip_grad_norm_(list(parameters), most),
     )
-    strategy = Strategy(accelerator, RunConfig())
+    backend = Backend(accelerator, RunConfig())
     for value, skipped in ((1.0, False), (float("nan"), True), (1.0, False)):
         before = weight.detach().clone()
         weight.grad = torch.full_like(weight, value)
-        _, flag = train.optimizer_step(strategy, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        _, flag = train.optimizer_step(backend, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
         assert bool(flag) == skipped
         assert torch.equal(before, weight.detach()) == skipped

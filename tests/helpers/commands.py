@@ -67,24 +67,24 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
 
 
 def after_prepare(look) -> None:
-    """Call `look(strategy, module, optimizer)` in this process after train.py's strategy has prepared them."""
+    """Call `look(backend, module, optimizer)` in this process after train.py's backend has prepared them."""
     import train
 
-    make = train.strategies.make_strategy
+    make = train.backends.make_backend
 
     def made(accelerator, cfg):
-        strategy = make(accelerator, cfg)
-        prepare = strategy.prepare
+        backend = make(accelerator, cfg)
+        prepare = backend.prepare
 
         def prepared(*args):
             module, optimizer = prepare(*args)
-            look(strategy, module, optimizer)
+            look(backend, module, optimizer)
             return module, optimizer
 
-        strategy.prepare = prepared
-        return strategy
+        backend.prepare = prepared
+        return backend
 
-    train.strategies.make_strategy = made
+    train.backends.make_backend = made
 
 
 def _train(argv):
@@ -92,8 +92,8 @@ def _train(argv):
 
     seen = {}
 
-    def look(strategy, module, optimizer):
-        seen["world"] = strategy.accelerator.num_processes
+    def look(backend, module, optimizer):
+        seen["world"] = backend.accelerator.num_processes
         mesh = getattr(next(module.parameters()), "device_mesh", None)
         seen["mesh"] = mesh and tuple(mesh.shape)
         seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())

@@ -15,9 +15,9 @@ def _bytes_at_the_end(argv):
 
     sizes, optimizer_step = {}, train.optimizer_step
 
-    def measured_step(strategy, module, optimizer, *rest):
+    def measured_step(backend, module, optimizer, *rest):
         tensors = {"weights": list(module.parameters()), "gradients": [p.grad for p in module.parameters()]}
-        result = optimizer_step(strategy, module, optimizer, *rest)
+        result = optimizer_step(backend, module, optimizer, *rest)
         tensors["optimizer"] = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
         sizes.update({name: sum(tensor.to_local().nbytes for tensor in each) for name, each in tensors.items()})
         return result

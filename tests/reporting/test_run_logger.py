@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from src.config.schema import RunConfig
-from src.distributed.strategies import Strategy
+from src.distributed.backends import Backend
 from src.reporting import environment
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -63,8 +63,8 @@ def test_commit_of_the_code_and_its_changes(tmp_path, monkeypatch):
 
     def commit_and_change(folder) -> tuple[str | None, bool | None]:
         monkeypatch.setattr(environment, "REPOSITORY", folder)
-        strategy = Strategy(Accelerator(cpu=True), RunConfig())
-        environment.write_environment(tmp_path, strategy, RunConfig(), "tokens", 0)
+        backend = Backend(Accelerator(cpu=True), RunConfig())
+        environment.write_environment(tmp_path, backend, RunConfig(), "tokens", 0)
         written = json.loads((tmp_path / "environment.json").read_text())
         return written["git_commit"], written["git_dirty"]
 

@@ -28,7 +28,8 @@ def root(few, tmp_path, monkeypatch):
 
 
 def folder(root, name) -> Path:
-    return root / "samples" / f"{name}-{stdlib_code.VERSION}"
+    paths = [path for path in (root / "samples").glob(f"{name}-*") if path.is_dir() and path.suffix != ".tmp"]
+    return paths[0] if paths else root / "none"
 
 
 def rows(root, name, split):
@@ -110,10 +111,16 @@ def _killed(root):
 def test_interrupted_sample_is_made_again(root):
     with pytest.raises(kit.RankFailed):
         kit.spawn(1, _killed, root, out=root / "out")
-    target = folder(root, "stdlib_code")
-    assert not target.exists()
-    (unfinished,) = target.parent.glob("*.tmp")
+    assert not folder(root, "stdlib_code").exists()
+    (unfinished,) = (root / "samples").glob("*.tmp")
     assert (unfinished / "train.jsonl").exists()
     (unfinished / "leftover").touch()
     assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
-    assert not (target / "leftover").exists()
+    assert not (folder(root, "stdlib_code") / "leftover").exists()
+
+
+def test_changed_code_makes_its_own_rows(root, monkeypatch):
+    first = samples.sample_folder("stdlib_code", root)
+    (root / "changed.py").write_text(Path(stdlib_code.__file__).read_text() + "# changed\n")
+    monkeypatch.setattr(stdlib_code, "__file__", str(root / "changed.py"))
+    assert samples.sample_folder("stdlib_code", root) != first

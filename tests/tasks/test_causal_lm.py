@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
+from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import check_packing
+from src.models.varlen_attention import _document_by_document, document_bounds, use_in, varlen_attention
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -114,7 +116,7 @@ def packed_and_alone(folder, model, attention, packing, change=None):
 
 # Llama's RMSNorm and rotary embedding compute in float32 whatever the weights are, GPT-2 computes in float64.
 @pytest.mark.parametrize("model, tolerance", [("gpt2.yaml", 1e-10), ("llama.yaml", 1e-6)])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_equal_each_document_alone(folder, model, tolerance, attention, packing):
     assert packed_and_alone(folder, model, attention, packing) <= tolerance
@@ -133,6 +135,75 @@ def test_mutant_silent_off_switches_of_packing_are_caught(folder, attention, swi
     assert packed_and_alone(folder, "llama.yaml", attention, True, OFF_SWITCHES[switch]) > 1e-3
 
 
+@pytest.fixture
+def flash(monkeypatch):
+    """transformers' flash attention, of which only the kernel is computed here, document by document."""
+    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils, modeling_utils
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    def varlen_kernel(q, k, v, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, **of_keys):
+        assert causal
+        assert torch.equal(cu_seqlens_q, of_keys["cu_seqlens_k"])
+        assert max_seqlen_q == of_keys["max_seqlen_k"] >= cu_seqlens_q.diff().max()
+        return _document_by_document(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, None)
+
+    def kernel(q, k, v, causal, softmax_scale, **_):
+        rows, length = q.shape[:2]
+        bounds = document_bounds(torch.full((rows, 1), length), length)
+        lengths = (bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"], length, length)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        out = varlen_kernel(*flat, causal=causal, softmax_scale=softmax_scale, **dict(zip(names, lengths, strict=True)))
+        return out.view(q.shape)
+
+    kernels = ((kernel, varlen_kernel, None, None, None), (process_flash_kwargs, None))
+    for module in (modeling_flash_attention_utils, modeling_utils):
+        monkeypatch.setattr(module, "lazy_import_flash_attention", lambda name, **_: kernels)
+    AttentionInterface.register("flash_here", flash_attention_forward)
+    AttentionMaskInterface.register("flash_here", AttentionMaskInterface()["flash_attention_2"])
+
+
+def process_flash_kwargs(softmax_scale, is_causal, **given):
+    return given | {"softmax_scale": softmax_scale, "causal": is_causal}
+
+
+def test_flash_attention_has_the_lengths_of_all_rows(folder, flash):
+    assert packed_and_alone(folder, "llama.yaml", "flash_here", True) <= 1e-6
+    assert packed_and_alone(folder, "llama.yaml", "flash_here", False) <= 1e-6
+
+
+@pytest.mark.parametrize("attention", ["flash_here", "varlen"])
+def test_mutant_kernel_without_lengths_is_caught(folder, flash, attention):
+    """transformers looks for documents in position_ids only in micro-batches of one row."""
+    assert packed_and_alone(folder, "llama.yaml", attention, True, lambda inputs: {"cu_seq_lens_q": None}) > 1e-3
+
+
+def test_windows_within_documents():
+    """The kernel by documents has the window of a model's mask: a token sees itself and the `window` - 1 before it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 50, "sliding_window": 5}
+    documents, outputs = torch.tensor([[9, 3, 0, 4], [2, 14, 0, 0]]), []
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    ids = torch.arange(32).view(2, 16)
+    for attention in ("eager", "varlen"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("mistral", **sizes), attn_implementation=attention
+        )
+        inputs = {"input_ids": ids, "position_ids": positions, "documents": documents}
+        outputs.append(score_tokens(model, inputs, False).hidden)
+    assert torch.allclose(*outputs, atol=1e-6)
+
+
+def test_varlen_refuses_what_it_would_ignore():
+    x = torch.randn(1, 2, 4, 8)
+    for options in ({"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}):
+        with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
+            varlen_attention(
+                None, x, x, x, **{"attention_mask": None, **document_bounds(torch.tensor([[4]]), 4), **options}
+            )
+
+
 @pytest.mark.parametrize("kind, isolates", [("llama", True), ("opt", False), ("bloom", False)])
 def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
@@ -145,6 +216,41 @@ def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
     else:
         with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
             check_packing(model, model.config.vocab_size)
+
+
+BY_LENGTHS = {  # None: exact; else what the error says
+    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}, None),
+    "codegen": ({"rotary_dim": 8}, "scaled_dot_product_attention"),
+    "gpt_oss": ({"num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 2}, "scaled_dot_product_attention"),
+    "camembert": ({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "packing is true"),
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTHS)
+def test_by_lengths_a_model_is_exact_or_refused(folder, kind):
+    """codegen needs a mask, gpt_oss has sinks, and the positions of camembert begin at 2."""
+    sizes, error = BY_LENGTHS[kind]
+    kit.write_yaml(
+        folder / f"{kind}.yaml",
+        {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2} | sizes,
+    )
+    if error is None:
+        assert packed_and_alone(folder, f"{kind}.yaml", "varlen", True) <= 1e-10
+    else:
+        task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation="varlen", packing=True)
+        with pytest.raises(UsageError, match=error):
+            task.build()
+
+
+def test_positions_that_do_not_restart_are_refused():
+    """By its lengths, attention stays within documents, but GPT-2 also adds an embedding of the position."""
+    torch.manual_seed(0)
+    model = use_in(AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.EXACT)))
+    check_packing(model, model.config.vocab_size)
+    drop = lambda module, arguments, named: (arguments, named | {"position_ids": None})  # noqa: E731
+    model.base_model.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
+        check_packing(model, model.config.vocab_size)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from src.config.schema import RunConfig
-from src.distributed.strategies import make_strategy
+from src.distributed.backends import make_backend
 from src.training import memory
 from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
@@ -25,7 +25,7 @@ def _search(files, limits: list[int]):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    strategy = make_strategy(accelerator, RunConfig())
+    backend = make_backend(accelerator, RunConfig())
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     model_with_loss = ModelWithLoss(task.build(), task)
     limit, tried, forward = limits[accelerator.process_index], [], model_with_loss.forward
@@ -40,7 +40,7 @@ def _search(files, limits: list[int]):
     module = accelerator.prepare(model_with_loss)
 
     sizes, lacks = [16], memory.lacks_memory
-    while sizes[-1] > 1 and strategy.hosts.sum([lacks(strategy, module, task, splits["train"], sizes[-1])])[0]:
+    while sizes[-1] > 1 and backend.hosts.sum([lacks(backend, module, task, splits["train"], sizes[-1])])[0]:
         sizes.append(sizes[-1] // 2)
     return sizes, tried, all(p.grad is None for p in module.parameters())
 
@@ -66,8 +66,8 @@ def test_other_errors_of_a_forward_pass_are_raised(files):
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     module = ModelWithLoss(task.build(), task)
     module.forward = lambda inputs: torch.zeros(2) @ torch.zeros(3)
-    strategy = SimpleNamespace(
+    backend = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda module: module)
     )
     with pytest.raises(RuntimeError, match="size"):
-        memory.lacks_memory(strategy, module, task, splits["train"], 2)
+        memory.lacks_memory(backend, module, task, splits["train"], 2)

@@ -10,7 +10,7 @@ import torch
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
-from src.distributed.strategy_checks import check_model
+from src.distributed.backend_checks import check_model
 from src.training.optimizers import make_optimizer, parameter_groups
 from tests.helpers import kit, technique_runs
 

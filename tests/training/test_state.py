@@ -60,12 +60,12 @@ def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
     """Apply `fault` to the loss of the first micro-batch of one rank's batch in these steps; write down its examples."""
     gradient, loss, armed = train.compute_gradient, causal_lm.Task.loss, [False]
 
-    def noting(strategy, module, batch, *rest):
+    def noting(backend, module, batch, *rest):
         micro = batch[0][0]
-        if micro.step + 1 in steps and strategy.accelerator.process_index == rank(strategy.accelerator.num_processes):
+        if micro.step + 1 in steps and backend.accelerator.process_index == rank(backend.accelerator.num_processes):
             armed[0] = True
             Path(os.environ["NOTES"], f"{micro.step + 1}.json").write_text(json.dumps(micro.ids.tolist()))
-        return gradient(strategy, module, batch, *rest)
+        return gradient(backend, module, batch, *rest)
 
     def poisoned(self, model, inputs):
         sums = loss(self, model, inputs)

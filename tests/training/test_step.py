@@ -85,8 +85,8 @@ def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch, mutant):
     one = kit.run_training(1, tmp_path / "one", *flags)
     gradient = train.compute_gradient
 
-    def counting_dummies(strategy, module, batch, weight):
-        return gradient(strategy, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], weight)
+    def counting_dummies(backend, module, batch, weight):
+        return gradient(backend, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], weight)
 
     if mutant:
         monkeypatch.setattr(train, "compute_gradient", counting_dummies)
@@ -134,15 +134,15 @@ def _count_reductions(argv, no_sync: bool):
     reductions, vectors, steps = [], [], []
     update, call = train.optimizer_step, HostGroup.sum
 
-    def hooked(strategy, module, optimizer):
+    def hooked(backend, module, optimizer):
         def hook(state, bucket):
             reductions.append(bucket.index())
             future = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
-            return future.then(lambda f: f.value()[0] / strategy.accelerator.num_processes)
+            return future.then(lambda f: f.value()[0] / backend.accelerator.num_processes)
 
         module.register_comm_hook(None, hook)
         if not no_sync:
-            strategy.accelerator.no_sync = lambda module: nullcontext()
+            backend.accelerator.no_sync = lambda module: nullcontext()
 
     kit.after_prepare(hooked)
     train.optimizer_step = lambda *args: (steps.append(1), update(*args))[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from src.config.errors import UsageError
-from src.distributed import replica_check, strategy_checks
+from src.distributed import backend_checks
 from src.distributed.step_buffers import StepBuffers, persistent_buffers
 from src.tasks import text_classification
 from tests.helpers import batch_norm, kit
@@ -78,7 +78,7 @@ def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
         monkeypatch.setattr(StepBuffers, name, lambda self: None)
     with pytest.raises(kit.RankFailed, match=r"running_mean"):  # by the check of replicas before the first save
         kit.run_training(2, tmp_path / "run", *flags)
-    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
+    monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)
     reported, found = evaluated(kit.run_training(2, tmp_path / "run", *flags), tmp_path / "eval")
     assert found["loss"] != pytest.approx(reported["loss"], rel=1e-4)
 
@@ -129,4 +129,4 @@ def test_synchronized_batch_norm_is_refused_on_several_processes():
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     with pytest.raises(UsageError, match=r"1 is a SyncBatchNorm"):
-        strategy_checks.check_model(Two, model, torch.optim.SGD(model.parameters()))
+        backend_checks.check_model(Two, model, torch.optim.SGD(model.parameters()))

@@ -23,9 +23,9 @@ class Spy(Techniques):
         self.run = run
         return {}
 
-    def compute_gradient(self, compute, strategy, module, batch, total_weight):
+    def compute_gradient(self, compute, backend, module, batch, total_weight):
         self.calls.append(f"compute_gradient of step {self.run.state.step}")
-        return super().compute_gradient(compute, strategy, module, batch, total_weight)
+        return super().compute_gradient(compute, backend, module, batch, total_weight)
 
     def change_gradient(self):
         self.calls.append("change_gradient")

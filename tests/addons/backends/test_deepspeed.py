@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO over gloo, by accelerate's own code: the numbers of one process, and checkpoints for any strategy."""
+"""DeepSpeed's ZeRO over gloo, by accelerate's own code: the numbers of one process, and checkpoints for any backend."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import train
 from src.tasks import text_classification
 from tests.distributed import test_unused_parameters as unused
 from tests.helpers import kit, plain_task, routed_model
-from tests.helpers.strategy_runs import check_same_run, recipe, where
+from tests.helpers.backend_runs import check_same_run, recipe, where
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
@@ -53,15 +53,15 @@ def test_mutant_that_divides_by_the_world_size_twice_is_caught(files, tmp_path, 
     one = kit.run_training(1, tmp_path / "one", *flags)
     original = train.compute_gradient
 
-    def gradient(strategy, module, batch, weight):
-        return original(strategy, module, batch, weight * strategy.accelerator.num_processes)
+    def gradient(backend, module, batch, weight):
+        return original(backend, module, batch, weight * backend.accelerator.num_processes)
 
     monkeypatch.setattr(train, "compute_gradient", gradient)
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("zero2", 2))
     assert kit.distance(run.weights, one.weights) > 1e-3
 
 
-def test_a_checkpoint_resumes_under_every_strategy(files, sharded, one, tmp_path):
+def test_a_checkpoint_resumes_under_every_backend(files, sharded, one, tmp_path):
     """ZeRO-3 on three ranks, ZeRO-2 on two, FSDP2 on two, ZeRO-3 on two, one process."""
     folder = shutil.copytree(sharded["zero3"].folder, tmp_path / "run")
     for step, name, world in [(5, "zero2", 2), (10, "fsdp2", 2), (10, "zero3", 2), (15, None, 1)]:
@@ -74,11 +74,11 @@ def _poisoned(argv):
     """Train with a NaN loss on rank 1, in step 3."""
     original = train.compute_gradient
 
-    def gradient(strategy, module, batch, weight):
+    def gradient(backend, module, batch, weight):
         task, loss = module.module.task, module.module.task.loss
-        if strategy.accelerator.process_index == 1 and batch[-1][0].step == 2:
+        if backend.accelerator.process_index == 1 and batch[-1][0].step == 2:
             task.loss = lambda model, inputs: {"loss": loss(model, inputs)["loss"] * float("nan")}
-        losses = original(strategy, module, batch, weight)
+        losses = original(backend, module, batch, weight)
         task.loss = loss
         return losses
 

@@ -9,7 +9,7 @@ from addons.backends import deepspeed, tensor_parallel
 from src.config import addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import strategy_checks
+from src.distributed import backend_checks
 
 
 def test_zero_keeps_master_weights_in_float32(monkeypatch):
@@ -27,6 +27,6 @@ def test_zero_keeps_master_weights_in_float32(monkeypatch):
 @pytest.mark.parametrize("kind", [deepspeed.DeepSpeed, tensor_parallel.TensorParallel])
 def test_fields_that_an_add_on_does_not_support_are_refused(kind, fields):
     accelerator = SimpleNamespace(parallelism_config=None)
-    strategy: Any = SimpleNamespace(accelerator=accelerator, unsupported=kind.unsupported, name="other strategy")
-    with pytest.raises(UsageError, match=f"{next(iter(fields))} is .* other strategy does not support.*fsdp2"):
-        strategy_checks.check_settings(strategy, addons.run_config(**fields))
+    backend: Any = SimpleNamespace(accelerator=accelerator, unsupported=kind.unsupported, name="other backend")
+    with pytest.raises(UsageError, match=f"{next(iter(fields))} is .* other backend does not support.*fsdp2"):
+        backend_checks.check_settings(backend, addons.run_config(**fields))

@@ -1,4 +1,4 @@
-"""Tensor parallelism over gloo: the numbers of one process, and checkpoints that fit any strategy."""
+"""Tensor parallelism over gloo: the numbers of one process, and checkpoints that fit any backend."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
 from src.runtime import private_apis
 from tests.helpers import kit
-from tests.helpers.strategy_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
+from tests.helpers.backend_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 
 pytestmark = pytest.mark.cluster
 STEPS = 6
@@ -40,7 +40,7 @@ def _train(argv):
         accelerate.Accelerator.__init__ = lambda self, cpu, **rest: start(self, **rest)
         private_apis.shard_over_gloo()
     parameters = {}
-    kit.after_prepare(lambda strategy, module, optimizer: parameters.update(module.named_parameters()))
+    kit.after_prepare(lambda backend, module, optimizer: parameters.update(module.named_parameters()))
     train.main([str(word) for word in argv])
     count, others = 0, {}
     for name, value in parameters.items():
@@ -84,7 +84,7 @@ def test_mutants_that_take_a_group_for_several_processes_are_caught(files, one, 
     """Scaled by the number of processes; the weight summed over all; in the norm, parts taken for copies of the whole."""
     if mutant == "gradients of all processes":
         gradient = train.compute_gradient
-        scaled = lambda strategy, module, batch, weight: gradient(strategy, module, batch, weight / 2)  # noqa: E731
+        scaled = lambda backend, module, batch, weight: gradient(backend, module, batch, weight / 2)  # noqa: E731
         monkeypatch.setattr(train, "compute_gradient", scaled)
     elif mutant == "each process counts":
         monkeypatch.setattr(HostGroup, "sum", _sum_of_all_processes)

@@ -13,9 +13,9 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data import dataset
 from src.data.data_loader import train_batches
+from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import init_accelerator
-from src.distributed.strategies import Strategy
 from src.tasks import OPTIONS, make_task
 from src.training.train_state import TrainState
 from tests.helpers import kit, technique_runs
@@ -64,7 +64,7 @@ def seen_rows(argv, steps: int, start=None, workers: int = 0) -> tuple:
     host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
-    for batch, _ in train_batches(run, Strategy(accelerator, run), task, stream, progress, steps):
+    for batch, _ in train_batches(run, Backend(accelerator, run), task, stream, progress, steps):
         rows = [
             int(a) * 50 + int(b)
             for micro, collated in batch

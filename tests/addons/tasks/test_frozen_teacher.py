@@ -6,7 +6,7 @@ import torch
 import train
 from tests.addons.tasks import recipes
 from tests.helpers import kit
-from tests.helpers.strategy_runs import at_step, where
+from tests.helpers.backend_runs import at_step, where
 
 pytestmark = pytest.mark.cluster
 
@@ -15,7 +15,7 @@ def _train(argv):
     """Train on this rank; return (kinds of the teacher's weights, its sharded layers, weights unchanged) after a run."""
     seen = {}
 
-    def look(strategy, module, optimizer):
+    def look(backend, module, optimizer):
         seen["module"] = module
         seen["before"] = [p.to_local().clone() for p in module.model.teacher.parameters()]
 

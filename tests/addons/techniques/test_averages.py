@@ -186,9 +186,9 @@ def test_a_longer_run_starts_its_mean_again(tmp_path):
 
 def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
     model = torch.nn.Linear(2, 2)
-    strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
+    backend = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     swa = SWA()
-    swa.run = Run(None, strategy, None, {}, model, model, None, 100, TrainState(step=100))
+    swa.run = Run(None, backend, None, {}, model, model, None, 100, TrainState(step=100))
     swa.begin()
     swa.load_state_dict(swa.state_dict() | {"count": 26, "step": 100})
     assert swa.state_dict()["step"] == 100  # by which a resumed run of another length is refused

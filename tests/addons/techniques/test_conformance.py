@@ -1,4 +1,4 @@
-"""Every technique, however a step is split, resumed and sharded; losses and tasks under other strategies.
+"""Every technique, however a step is split, resumed and sharded; losses and tasks under other backends.
 
 A technique's test file has `fields(folder)`, its run, and `plain_weights(values)`, an independent loop over the whole batch.
 tests/addons/tasks/test_conformance.py checks tasks in the same way."""
@@ -90,7 +90,7 @@ def test_no_technique_waits_for_the_device(tmp_path):
     kit.spawn(1, _watched, kit.flags(**values), out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
 
 
-# ---- techniques together, losses and tasks under other strategies --------------------------------------------------------
+# ---- techniques together, losses and tasks under other backends --------------------------------------------------------
 
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
 MIXTRAL = kit.LLAMA | EXPERTS | {"model_type": "mixtral", "num_local_experts": 4}
@@ -102,7 +102,7 @@ AVERAGES = EMA | {"lookahead": {"k": 2}, "swa": {"start": 0.4}, "lawa": {"k": 2,
 TWICE = {"techniques": {"sam": None, "hard_examples": {"start_step": 2}}}  # at the weights that SAM has moved
 EXACT, CLOSE, ZERO = 1e-10, 2e-5, 1e-4
 WORLD = {"fsdp2": 2, "hsdp": 4, "fsdp2_tp": 4, "zero2": 2, "zero3": 2}
-RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs; model; fields; strategy; tolerance)
+RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs; model; fields; backend; tolerance)
     (None, kit.LLAMA, TWICE | {"pad_to_multiple_of": 16}, "fsdp2_tp", CLOSE),
     (None, kit.LLAMA, TWICE, "hsdp", CLOSE),
     (None, kit.EXACT, TWICE | {"gradient_checkpointing": True}, "fsdp2", EXACT),

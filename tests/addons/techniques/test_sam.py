@@ -130,7 +130,7 @@ def test_degenerate_gradients(kind, value):
     technique = kind()
     buffers = StepBuffers(model, torch.device("cpu"), False)
     technique.run = SimpleNamespace(
-        parameters=lambda: dict(model.named_parameters()), strategy=SimpleNamespace(buffers=buffers)
+        parameters=lambda: dict(model.named_parameters()), backend=SimpleNamespace(buffers=buffers)
     )
     technique.compute_gradient(compute, [], 1.0)
     for values in (seen[1], list(model.parameters())):

@@ -17,9 +17,9 @@ def spikes(monkeypatch):
     """Return a set of steps, by default {SPIKE}, with gradients a hundred times too large on all ranks."""
     steps, compute = {SPIKE}, train.compute_gradient
 
-    def spiked(strategy, module, batch, total_weight):
+    def spiked(backend, module, batch, total_weight):
         factor = 100 if batch[0][0].step + 1 in steps else 1
-        return compute(strategy, module, batch, total_weight / factor)
+        return compute(backend, module, batch, total_weight / factor)
 
     monkeypatch.setattr(train, "compute_gradient", spiked)
     return steps

@@ -133,9 +133,9 @@ def test_exchanged_weights_are_bitwise_restored():
     with torch.no_grad():
         model[0].weight.copy_(odd)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    strategy = SimpleNamespace(reshard=lambda model: None)
+    backend = SimpleNamespace(reshard=lambda model: None)
     others = {"0.weight": torch.ones(2, 2), "1.running_mean": torch.full((2,), 3.0)}
-    with suppress(RuntimeError), exchanged(strategy, model, others):
+    with suppress(RuntimeError), exchanged(backend, model, others):
         assert torch.equal(model[0].weight, torch.ones(2, 2))
         assert torch.equal(model[1].running_mean, torch.full((2,), 3.0))
         raise RuntimeError("an evaluation fails")

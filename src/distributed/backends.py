@@ -1,6 +1,6 @@
-"""Distributed strategies with one interface: one process, DDP and FSDP2; addons/backends/ has others.
+"""Distributed backends with one interface: one process, DDP and FSDP2; addons/backends/ has others.
 
-Only make_strategy asks accelerate which strategy a run uses. The class Strategy is one process and DDP; fsdp2.py and the
+Only make_backend asks accelerate which backend a run uses. The class Backend is one process and DDP; fsdp2.py and the
 add-ons override the methods that differ.
 Tests: tests/distributed/ and tests/training/test_step.py.
 """
@@ -15,7 +15,7 @@ import torch
 
 from src.config.addons import load_addon
 from src.config.schema import RunConfig
-from src.distributed import optimizer_state, strategy_checks
+from src.distributed import backend_checks, optimizer_state
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # bytes, of memory that torch allocates on a CPU
 
 
-def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
-    """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
+def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
+    """Return the backend of this launch; raise UsageError on every rank for settings that it does not support."""
     distributed_type, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     if mesh is not None and mesh.tp_size > 1:
-        chosen = load_addon("backends", "tensor_parallel").strategy_type(accelerator)
+        chosen = load_addon("backends", "tensor_parallel").backend_type(accelerator)
     elif distributed_type == "DEEPSPEED":
         chosen = load_addon("backends", "deepspeed").DeepSpeed
     elif distributed_type == "FSDP":
         from src.distributed.fsdp2 import FSDP2 as chosen
     else:
-        chosen = Strategy
-    strategy = chosen(accelerator, cfg)
-    strategy_checks.check_settings(strategy, cfg)
-    return strategy
+        chosen = Backend
+    backend = chosen(accelerator, cfg)
+    backend_checks.check_settings(backend, cfg)
+    return backend
 
 
 def align(model: torch.nn.Module) -> None:
@@ -52,7 +52,7 @@ def align(model: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-class Strategy:
+class Backend:
     """One process, or DDP: each process holds the whole model."""
 
     ranks_per_batch = 1  # processes that compute each micro-batch together; each of them reads the same data
@@ -72,7 +72,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Return the strategy in words, for the run plan and environment.json."""
+        """Return the backend in words, for the run plan and environment.json."""
         if self.accelerator.num_processes == 1:
             return "one process"
         return "DDP over " + torch.distributed.get_backend()
@@ -94,8 +94,8 @@ class Strategy:
     def prepare(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
-        strategy_checks.check_model(self, model_with_loss, optimizer)
+        """Return (the module to call, the optimizer to step), wrapped as this backend needs them."""
+        backend_checks.check_model(self, model_with_loss, optimizer)
         base = self.cfg.learning_rate
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
             rate = group.get("lr", 0.0)
@@ -110,7 +110,7 @@ class Strategy:
     def wrap(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Return what `prepare` returns; each strategy defines it."""
+        """Return what `prepare` returns; each backend defines it."""
         accelerator = self.accelerator
         module, optimizer = accelerator.prepare(model_with_loss, optimizer)
         if accelerator.scaler is None and accelerator.device.type != "xla":
@@ -150,7 +150,7 @@ class Strategy:
         """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before.
 
         At exit, running statistics (batch norm) are the mean over the micro-batches."""
-        strategy_checks.check_trainable(self.parameters, self.trainable)
+        backend_checks.check_trainable(self.parameters, self.trainable)
         with self.buffers.step():
             yield
 
@@ -172,11 +172,11 @@ class Strategy:
         self.run_backward(module, loss)
         self.buffers.restore()
         if micro.last:
-            strategy_checks.check_reduced(module, self.parameters)
+            backend_checks.check_reduced(module, self.parameters)
             self.is_first_step = False
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Run the backward pass and nothing else; each strategy defines it."""
+        """Run the backward pass and nothing else; each backend defines it."""
         self.accelerator.backward(loss)
 
     def unscale_gradients(self) -> None:
@@ -234,5 +234,5 @@ class Strategy:
         return optimizer_state.flatten(model, optimizer)
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
-        """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
+        """Load an optimizer state that any backend saved: `reader` reads its tensors, `numbers` holds its numbers."""
         optimizer_state.restore(model, optimizer, reader, numbers)

@@ -1,0 +1,91 @@
+"""Attention of packed rows by the lengths of their documents, so that no mask is made: `attn_implementation: varlen`.
+
+Tests: tests/tasks/test_causal_lm.py; on a GPU tests/gpu/test_gpu.py.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from src.config.errors import UsageError
+from src.runtime.private_apis import attention_kernel
+
+NAME = "varlen"
+
+
+def takes_lengths(kernel: str | None) -> bool:
+    """Return True if an attention kernel separates documents by `document_bounds`, not by a mask.
+
+    transformers reads the documents of flash attention from position_ids only in micro-batches of one row."""
+    return bool(kernel) and (kernel == NAME or "flash" in kernel)
+
+
+def document_bounds(lengths: torch.Tensor, width: int) -> dict:
+    """Return the arguments of a model for lengths of documents (rows, most documents of a row); each row adds to `width`.
+
+    Lengths of 0 are no documents. All rows count as one, as flash kernels take them, so its documents are those of
+    all rows. Their longest length is bounded by the width, which the host knows."""
+    bounds = F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": width, "max_length_k": width}
+
+
+def use_in(model: Any) -> Any:
+    """Return the model, built with sdpa, with this attention; rows that are not packed have sdpa's masks.
+
+    transformers lets every model have a kernel that it does not know, and refuses sdpa where it would be wrong. Raise
+    UsageError for a model whose attention is its own."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation(NAME)
+    if attention_kernel(model.config) != NAME:
+        raise UsageError(f"attn_implementation varlen: {type(model).__name__} has an attention of its own: give sdpa")
+    return model
+
+
+def varlen_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **more):
+    """Return the causal attention within documents (rows, length, heads, size), and None as there are no probabilities.
+
+    query, key, value (rows, heads, length, size). Without documents it is sdpa."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if (bounds := more.get("cu_seq_lens_q")) is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]
+    asked += ["dropout"] if dropout else []
+    asked += ["a mask"] if attention_mask is not None and sliding_window is None else []
+    if asked:
+        raise UsageError(
+            f"attn_implementation varlen has no {asked[0]} in packed rows: give --attn_implementation sdpa"
+        )
+    rows, _, length, _ = query.shape
+    # Of norms in float32, query and key are float32 under autocast, which does not know the kernel.
+    query, key, value = (x.to(value.dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    attend = _on_gpu if query.is_cuda else _document_by_document
+    out = attend(query, key, value, bounds, length, scaling, sliding_window)
+    return out.view(rows, length, *out.shape[1:]), None
+
+
+def _on_gpu(query, key, value, bounds, length, scaling, window) -> torch.Tensor:
+    """Return attention (tokens, heads, size) by torch's flash kernel, which takes 16-bit floats."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    left = -1 if window is None else window - 1
+    sizes = (bounds, bounds, length, length)
+    return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=(left, 0), **options)
+
+
+@torch.compiler.disable  # lengths are read from the tensor
+def _document_by_document(query, key, value, bounds, _length, scaling, window) -> torch.Tensor:
+    parts = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        mask = None
+        if window is not None and window < end - start:
+            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(1 - window)
+        part = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        parts.append(part.transpose(0, 1))
+    return torch.cat(parts)
