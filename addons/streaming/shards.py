@@ -3,6 +3,7 @@
 Tests: tests/addons/streaming/.
 """
 
+import glob
 from collections.abc import Iterator
 
 import numpy as np
@@ -160,7 +161,7 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None):
         client = {"trust_env": True, "timeout": http_files.client_timeout()}
         client |= same_version(file, source.remote.get(file))
         options["storage_options"] = {"client_kwargs": client}
-    files = {"train": [file]}
+    files = {"train": [file if "://" in file else glob.escape(file)]}  # it may hold [ or *, and is no pattern
     return datasets.load_dataset(source.builder, data_files=files, split="train", streaming=True, **options)
 
 

@@ -7,6 +7,7 @@ quotes; dates in a column of text stay as they are written. The byte order mark 
 Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
 """
 
+import glob
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,7 +90,8 @@ def _convert_file(source: Source, folder: str | None, file: str) -> list[str]:
 
     options, split = _options(source, folder, [file]), source.rows_of
     with _read_errors(source, [file]):
-        rows = datasets.load_dataset(source.builder, data_files={split: [file]}, split=split, **options)
+        name = glob.escape(file)  # `datasets` would take a[1].csv for the pattern of a1.csv
+        rows = datasets.load_dataset(source.builder, data_files={split: [name]}, split=split, **options)
     return [part["filename"] for part in rows.cache_files]
 
 

@@ -131,7 +131,7 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     if patterns := fields.get(f"{split}_file"):
         field = f"{where}{split}_file"
         source = _drop_empty_files(Source(field, split, tuple(file for p in patterns for file in _expand(p, field))))
-        suffixes = {Path(file.split("?")[0]).suffix for file in source.files}
+        suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in source.files}
         if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
             raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
         return replace(source, builder=BUILDERS[suffixes.pop()])

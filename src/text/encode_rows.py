@@ -106,9 +106,9 @@ class Encoder:
         # Tokenized separately, because at generation the prompt is tokenized alone.
         prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
         completions = tokenize_with_bytes(self.tokenizer, batch["completion"], add_special_tokens=False)
+        adds_eos = self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id]
         for (head, _), completion in zip(prompts, completions, strict=True):
-            if head[-1:] == [self.tokenizer.eos_token_id]:
-                head = head[:-1]
+            head = head[:-1] if adds_eos else head  # one that the prompt itself ends with stays
             tail, sizes = self._with_eos(*completion)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)

@@ -71,6 +71,15 @@ def test_glob_is_sorted_and_recursive(open_data, tmp_path, monkeypatch):
     assert texts(task, splits["train"]) == ["deep/c.jsonl", "a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?.jsonl"])
+def test_name_that_looks_like_a_pattern_is_a_file(open_data, tmp_path, name):
+    """`datasets` would read a1.jsonl."""
+    write(tmp_path / "a1.jsonl", ["another file"])
+    write(tmp_path / name, ["this file"])
+    task, splits = open_data(train_file=tmp_path / name)
+    assert texts(task, splits["train"]) == ["this file"]
+
+
 GENERATOR = np.random.default_rng(0)
 ROWS = [GENERATOR.integers(0, 50, 6).tolist() for _ in range(100)]
 

@@ -1,5 +1,6 @@
 """Language models: the targets of a row, packed documents that do not see each other, exact numbers."""
 
+import copy
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
@@ -339,6 +341,20 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     # Without a prompt nothing predicts the first token.
     assert target_rows(batch) == [t if h else t[1:] for h, t in zip(heads, tails, strict=True)]
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
+
+
+@pytest.mark.parametrize("adds_eos", [True, False])
+def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer, adds_eos):
+    eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{tokenizer.eos_token}"], copy.deepcopy(tokenizer)
+    if adds_eos:
+        rule = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
+        changed.backend_tokenizer.post_processor = rule
+    changed.save_pretrained(folder / "own")
+    heads, rows = tokenizer(texts)["input_ids"], [{"prompt": text, "completion": "if"} for text in texts]
+    _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
+    tail = [*tokenizer("if")["input_ids"], eos]
+    assert heads[1][-1] == eos
+    assert [row["input_ids"].tolist() for row in rows] == [head + tail for head in heads]
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -224,13 +224,13 @@ def opened(folder, files, **fields):
 
 
 def test_changed_local_shard_is_refused(tmp_path):
-    file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
+    file = kit.write_jsonl(tmp_path / "changing[1].jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
     stream = opened(tmp_path, file)
     blocks = stream.shards.blocks(0)
     assert next(blocks).num_rows == 512
     kit.write_jsonl(file, [{"input_ids": [1, 2, 3]}] * 601)
     for again in (blocks, stream.shards.blocks(0)):  # during a pass, and in the next one
-        with pytest.raises(UsageError, match=r"changing\.jsonl changed"):
+        with pytest.raises(UsageError, match=r"changing\[1\]\.jsonl changed"):
             list(again)
 
 
