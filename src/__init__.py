@@ -6,6 +6,7 @@ Written for any Python, so that an old one prints one sentence instead of a Synt
 import os
 import sys
 
+LAUNCHER_PID = os.getppid()  # read first: the launcher may end during the imports
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]
 PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]

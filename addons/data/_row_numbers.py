@@ -20,7 +20,7 @@ from src.data.prepared_split import Split
 from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.sources import Source
 from src.storage import atomic_folder
-from src.storage.cache_folder import SharedWork, write_atomic
+from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 ROWS = 1 << 20  # rows that are read at once
@@ -94,7 +94,7 @@ def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) 
         raise UsageError(f"{what}: the sum of all weights is {total:g}: it must be positive and finite")
     numbers.flush()
     atomic_folder.fsync(target.with_suffix(".npy"))
-    write_atomic(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
+    atomic_folder.rewrite(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
 
 
 def _read(raw: RawRows, array, column: Column, ids: np.ndarray) -> np.ndarray:

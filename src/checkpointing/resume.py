@@ -60,7 +60,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
         current = identity(backend.accelerator, cfg, splits)
         if folder.is_dir():
             run_status.lock_run_folder(folder)
-            for path in (folder / "final", folder / "checkpoints" / "step_*"):
+            for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current)
         size = cfg.per_device_batch_size

@@ -114,21 +114,17 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
 def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
     """Return accelerate's process group settings; after a restart by torchrun, with a new key prefix in its TCPStore.
 
-    torchrun keeps one store over all restarts. Ranks may find addresses of dead processes in it and fail (torch 2.13,
-    pytorch#135712). A key prefix per attempt hides them. It works on one node only, because nodes count restarts
-    differently. On several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
-    settings = settings_type(timeout=timeout)
+    accelerate (1.15) would drop 600 seconds, its default for NCCL, and gloo would wait for 1,800. torchrun keeps one
+    store over all restarts. Ranks may find addresses of dead processes in it and fail (torch 2.13, pytorch#135712). A
+    key prefix per attempt hides them. It works on one node only, because nodes count restarts differently. On several
+    nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
+    settings, arguments = settings_type(), {"timeout": timeout}
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if not attempt or num_nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return settings
-    host, port, world_size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-    shared_store = dist.TCPStore(host, port, world_size, False, timeout)
-    arguments = {
-        "timeout": timeout,
-        "store": dist.PrefixStore(f"attempt_{attempt}", shared_store),
-        "rank": int(os.environ["RANK"]),
-        "world_size": world_size,
-    }
+    if attempt and num_nodes() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        world_size = int(os.environ["WORLD_SIZE"])
+        shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, False, timeout)
+        store = dist.PrefixStore(f"attempt_{attempt}", shared)
+        arguments |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
     private_apis.set_process_group_arguments(settings, arguments)
     return settings
 

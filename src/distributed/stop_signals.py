@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import src
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.distributed.host_group import HangReport
@@ -35,7 +36,6 @@ DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 COPY_SECONDS = 1.0
 TRACKER_SECONDS = 2.0  # time for trackers to close when the process must end at once
 POLL_SECONDS = 0.5  # between two checks of files and clocks
-LAUNCHER_PID = os.getppid()  # read at import: the launcher may end during slower imports
 PROCESS_START = time.monotonic()
 
 log = logging.getLogger("run")
@@ -132,7 +132,7 @@ class StopSignals:
     def _poll(self) -> None:
         if not run_status.keep_lock(self.folder):  # first, because the files below could be those of another run
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
-        if self.has_launcher and os.getppid() != LAUNCHER_PID:
+        if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
         if self.is_training:
             self.hangs.check(time.monotonic())
@@ -171,7 +171,7 @@ def _exit_early(number: signal.Signals) -> NoReturn:
 
 def check_launcher() -> None:
     """Raise Stopped if the launcher ended during data preparation: its TCPStore and the other ranks are gone, too."""
-    if _has_launcher() and os.getppid() != LAUNCHER_PID:
+    if _has_launcher() and os.getppid() != src.LAUNCHER_PID:
         raise Stopped("Stopped before training began: the launcher has ended.")
 
 

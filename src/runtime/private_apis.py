@@ -164,9 +164,9 @@ def known_masks(packed: bool) -> Iterator[None]:
 
 
 def set_process_group_arguments(settings: Any, arguments: dict) -> None:
-    """Make accelerate pass `arguments` to init_process_group: InitProcessGroupKwargs has no field for a store.
+    """Make accelerate pass `arguments` to init_process_group: it drops defaults, and has no field for a store.
 
-    Test: tests/distributed/test_stop_signals.py (torchrun with restarts)."""
+    Tests: tests/distributed/test_stop_signals.py (torchrun with restarts), tests/distributed/test_launch.py."""
     settings.to_kwargs = lambda: arguments
 
 

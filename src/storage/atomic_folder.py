@@ -6,6 +6,7 @@ Tests: tests/storage/test_atomic_folder.py. This file does not depend on the con
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,13 +58,16 @@ def _recover(folder: Path) -> None:
 
 
 def remove_unfinished(parent: Path, name: str) -> None:
-    """Recover from kills during `publish` of folders `name` (a pattern). Other hidden files in `parent` are the user's.
+    """Recover from kills during `publish` or `rewrite` of `name` (a pattern). Other hidden files are the user's.
 
     Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
     for hidden in (*parent.glob(f".{name}.old"), *parent.glob(f".{name}.tmp")):
-        _recover(parent / hidden.stem[1:])
+        if hidden.is_dir():
+            _recover(parent / hidden.stem[1:])
     for parts in parent.glob(f".{name}.*.parts"):
         shutil.rmtree(parts, ignore_errors=True)
+    for file in parent.glob(f".{name}.*.tmp"):  # of `rewrite`
+        file.unlink(missing_ok=True)
 
 
 def _write_manifest(folder: Path, entries: dict[str, dict], metadata: dict) -> None:
@@ -92,12 +96,16 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Replace a file atomically: at any moment, also after a kill, it holds the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a symlink there would redirect the write
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
+    """Replace a file atomically: at any moment, also after a kill, it holds the old text or a new one.
+
+    Several processes may write it at once: ranks that fail together, or a file system that ignores locks."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

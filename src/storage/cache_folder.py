@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from src.config.errors import warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
-from src.storage.atomic_folder import fsync
+from src.storage.atomic_folder import rewrite
 
 NOTICE_AFTER = 10.0  # seconds of waiting before a message
 STARTED = time.time()
@@ -60,7 +60,7 @@ class SharedWork:
         with suppress(FileNotFoundError):
             if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
                 result.unlink()
-        self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
+        self.run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
         for launch in (self.root / "launches").iterdir():
             with suppress(OSError):
                 if STARTED - launch.stat().st_mtime > DAY:
@@ -80,14 +80,6 @@ class SharedWork:
             yield
         finally:
             lock.release()
-
-
-def write_atomic(target: Path, text: str) -> None:
-    """Write a file atomically, even if another process writes it, too: some file systems ignore locks."""
-    temporary = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(target)
 
 
 def _launch_name() -> str:

@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder
-from src.storage.cache_folder import SharedWork, write_atomic
+from src.storage.cache_folder import SharedWork
 from src.storage.hub import fetch_once, is_offline, reuse
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
     atomic_folder.fsync(part)
     part.replace(file)
     record = version | {"file": file.name, "bytes": size}
-    write_atomic(folder / RECORD, json.dumps(record))
+    atomic_folder.rewrite(folder / RECORD, json.dumps(record))
     return record
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate, not_found_locally
-from src.storage.atomic_folder import read_json
-from src.storage.cache_folder import SharedWork, write_atomic
+from src.storage.atomic_folder import read_json, rewrite
+from src.storage.cache_folder import SharedWork
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has
@@ -111,7 +111,7 @@ def _fetch(
         except Exception as error:
             return reuse(earlier(), where, error, not_found_locally(name))
         last.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(last, json.dumps(record))
+        rewrite(last, json.dumps(record))
         return record
 
     return fetch_once(key, fetch, work, f"fetching {name} from the Hub")

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from src.config.schema import RunConfig
+from src.distributed.backends import make_backend
+from src.distributed.init_accelerator import init_accelerator
 from tests.helpers import kit
 
 PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
@@ -119,6 +123,19 @@ def test_float8_trains_every_weight(files, tmp_path):
     assert run.losses() != plain.losses()  # it was not silently float32
     for name, weight in run.weights.items():
         assert (weight - start.weights[name]).norm() > 0.5 * (plain.weights[name] - start.weights[name]).norm(), name
+
+
+def _timeout_of_group(ddp_timeout: int) -> float:
+    cfg = RunConfig(output_dir="unused", ddp_timeout=ddp_timeout)
+    backend = make_backend(init_accelerator(cfg), cfg)
+    assert backend.accelerator.num_processes == 2
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+@pytest.mark.parametrize("seconds", [600, 599])
+def test_collective_waits_ddp_timeout(tmp_path, seconds):
+    """accelerate drops 600, the default of ddp_timeout and its own default for NCCL; gloo would wait half an hour."""
+    assert kit.spawn(2, _timeout_of_group, seconds, out=tmp_path / "out") == [seconds] * 2
 
 
 def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path):

@@ -281,6 +281,23 @@ def long_recipe(tiny, folder: Path, **fields) -> list[str]:
     return recipe(tiny, **{"max_steps": 400, "save_steps": 20, "output_dir": folder} | fields)
 
 
+def test_launcher_that_ends_during_the_imports_of_a_rank(tiny, tmp_path):
+    """Nobody would answer the rank, which would wait for the others in vain."""
+    launcher = '"$@" & until grep -q libtorch /proc/$!/maps; do sleep 0.01; done'
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    group |= {
+        "MASTER_PORT": str(kit.free_port()),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    rank = [sys.executable, str(kit.REPOSITORY / "train.py"), *recipe(tiny, ddp_timeout=30)]
+    with (tmp_path / "output.txt").open("w") as output:
+        options = {"env": PLAIN_ENVIRONMENT | group, "stdout": output, "stderr": output, "check": True}
+        subprocess.run(["sh", "-c", launcher, "sh", *rank], cwd=tmp_path, **options)
+    kit.until(lambda: "the launcher has ended" in (tmp_path / "output.txt").read_text(), 60)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.cluster
 def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     """A killed worker is restarted and resumes. A worker that stops with 75 is a failure for torchrun, which restarts

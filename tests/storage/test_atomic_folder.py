@@ -371,6 +371,31 @@ def test_rewrite_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
     assert path.read_text() == "old"
     atomic_folder.rewrite(path, "new")
     assert path.read_text() == "new"
-    temporary = str(tmp_path / ".status.json.tmp")
-    assert events == [("write", temporary), ("fsync", temporary)]
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+    assert [name for name, _ in events] == ["write", "fsync"]
+    assert events[0][1] == events[1][1]
+    assert len([*tmp_path.iterdir()]) == 2  # what the killed process has left
+    (tmp_path / ".old.json.old").touch()  # not ours
+    atomic_folder.remove_unfinished(tmp_path, "*.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".old.json.old", "status.json"]
+
+
+def _rewrite_often(path: Path, size: int) -> None:
+    for _ in range(200):
+        atomic_folder.rewrite(path, str(size) * size)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_processes_that_rewrite_a_file_at_once_leave_one_whole_text(tmp_path, monkeypatch, mutant):
+    """Ranks that fail together all write status.json. The mutant's temporary file has one name in all processes."""
+    if mutant:
+        monkeypatch.setattr(atomic_folder.secrets, "token_hex", lambda size: "0")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # for more collisions
+    path, context = tmp_path / "status.json", multiprocessing.get_context("fork")
+    writers = [context.Process(target=_rewrite_often, args=(path, size)) for size in (3, 5, 7)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert any(writer.exitcode for writer in writers) == mutant
+    assert mutant or path.read_text() in {"333", "55555", "7777777"}
+    assert mutant or [each.name for each in tmp_path.iterdir()] == ["status.json"]

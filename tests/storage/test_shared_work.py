@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from src.config import validation
-from src.storage import cache_folder
+from src.storage import atomic_folder, cache_folder
 from src.storage.cache_folder import SharedWork
 from tests.helpers import kit
 
@@ -41,7 +41,7 @@ def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pie
     def make(i: int) -> None:
         before(i)
         time.sleep(seconds)
-        cache_folder.write_atomic(targets[i], f"piece {i}")
+        atomic_folder.rewrite(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
     for i, target in enumerate(targets):
