@@ -118,7 +118,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         backend_checks.check_replicas(backend, model, state.step, due.replica_check())
 
     if not due.complete():
-        checkpoints.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
+        checkpoints.stop()  # never returns: saves, then exit code 75; the same command resumes
     state_of_pass = smoke.snapshot(run, start, checkpoints, techniques, score) if cfg.smoke else None
     checkpoints.write_final()  # final/: a folder for from_pretrained
     logger.finish(checkpoints.summary(), checkpoints.sample(), checkpoints.outcome())

@@ -51,9 +51,8 @@ class Checkpointer:
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
         is_saved = start.checkpoint is not None and resume.is_inside(start.checkpoint, self.folder)
-        self.saved = (
-            self._now() if is_saved else None
-        )  # (step, evaluated) of the newest checkpoint, on the main process
+        # (step, evaluated) of the newest checkpoint, on the main process
+        self.saved = self._now() if is_saved else None
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
         if self.writer.world > 1:
@@ -86,9 +85,8 @@ class Checkpointer:
             state.finish_update(self.cfg.max_skipped_steps)
             backend_checks.check_replicas(self.run.backend, self.run.model, state.step)
             self.due.last_save = self._now()
-            if position := getattr(
-                self.run.datasets["train"], "position", None
-            ):  # the step alone does not determine it
+            # The step alone does not determine the position of a stream.
+            if position := getattr(self.run.datasets["train"], "position", None):
                 state.stream = position(state.step, self.hosts)
             if self.due.finished() or self.due.best():
                 self.writer.wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
@@ -150,12 +148,14 @@ class Checkpointer:
 
     # ---- the end of a run --------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str | UsageError | Failure) -> NoReturn:
-        """Save, then end an incomplete run: raise Stopped, or `reason` if it is an error.
+    def stop(self, error: UsageError | Failure | None = None) -> NoReturn:
+        """Save, then end an incomplete run: raise `error`, or Stopped with the reasons of all ranks.
 
         Raise Failure if the state could not be saved."""
+        reason = self.signals.reason
         if self.writer.failures >= self.cfg.max_failed_saves:
-            reason = f"{self.writer.failures} failed saves in a row (the last attempt succeeded)"
+            error, reason = None, f"{self.writer.failures} failed saves in a row (the last attempt succeeded)"
+        reasons = " and ".join(self.hosts.union({reason} if reason else set()))  # a signal may reach some ranks later
         self.writer.wait_on_all_ranks()
         if not self.hosts.sum([float(self.is_main and self.saved == self._now())])[0]:
             self.save()
@@ -169,9 +169,9 @@ class Checkpointer:
                 "repair the disk; the same command resumes from the last checkpoint that was saved"
             )
         text = (
-            f"Stopped by {reason} at step {self.state.step:,}. Saved to {self.folder}; run the same command to resume."
+            f"Stopped by {reasons} at step {self.state.step:,}. Saved to {self.folder}; run the same command to resume."
         )
-        raise reason if isinstance(reason, UsageError | Failure) else Stopped(text)
+        raise error or Stopped(text)
 
     def write_final(self) -> None:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.

@@ -78,9 +78,6 @@ class StopSignals:
         self.last_boundary = now
         return float(self.reason is not None)
 
-    def why(self) -> str:
-        return self.reason or "a signal to another rank"
-
     # ---- in the background thread ------------------------------------------------------------------------------------
 
     def _receive_signals(self) -> None:

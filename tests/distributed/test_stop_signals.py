@@ -80,6 +80,8 @@ def test_any_signal_to_any_rank_stops_all(tiny, straight, tmp_path, number, rank
     run = begin(tmp_path, flags)
     run.signal(number, *ranks, group=bool(workers))
     check_stopped(run, tmp_path / "run")
+    name = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)  # rank 0 names it, too
+    assert f"Stopped by {name} at step" in run_status.read_status(tmp_path / "run")["reason"]
     assert run.text().count("saving after this step") == (ranks != (1,))  # rank 0 prints, once per run
     assert "DataLoader worker" not in run.text()
     check_resumes(tmp_path, flags, straight)
