@@ -196,7 +196,7 @@ class Backend:
     def clip_grad_norm(self, module: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradient to `max_norm`, if it is not 0; return its norm before clipping, on the device."""
         self.unscale_gradients()
-        norm = self.clip(module.parameters(), max_norm or float("inf"))
+        norm = self.clip(self.parameters.values(), max_norm or float("inf"))  # faster than `module.parameters()`
         return norm.full_tensor() if is_partial(norm) else norm
 
     def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:

@@ -268,15 +268,16 @@ def test_a_non_finite_update_is_skipped_on_the_device():
     accelerator = SimpleNamespace(
         scaler=None,
         mixed_precision="no",
+        device=weight.device,
         parallelism_config=None,
         process_index=0,
         num_processes=1,
-        clip_grad_norm_=lambda parameters, most: torch.nn.utils.clip_grad_norm_(list(parameters), most),
     )
     backend = Backend(accelerator, RunConfig())
+    backend.parameters = {"weight": weight}
     for value, skipped in ((1.0, False), (float("nan"), True), (1.0, False)):
         before = weight.detach().clone()
         weight.grad = torch.full_like(weight, value)
-        _, flag = train.optimizer_step(backend, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        _, flag = train.optimizer_step(backend, torch.nn.Module(), optimizer, 0.1, 1.0)
         assert bool(flag) == skipped
         assert torch.equal(before, weight.detach()) == skipped
