@@ -168,25 +168,23 @@ def _with_rules(part: Any, rules: Option) -> Any:
 
 
 @cache
-def _adapters(kind: type) -> dict[str, TypeAdapter]:
-    """Return {field name: pydantic's type} for a dataclass, with help, default and rules."""
-    adapters = {}
-    for field in dataclasses.fields(kind):
-        rules, type_ = field.metadata["option"], field_types(kind)[field.name]
-        value = reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
-        if get_origin(type_) is list:
-            value = Annotated[list[value], BeforeValidator(as_list)]
-        elif type(None) in get_args(type_):
-            value |= None
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
-        adapters[field.name] = TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
-    return adapters
+def _adapter(kind: type, name: str) -> TypeAdapter:
+    """Return pydantic's type of a field of a dataclass, with help, default and rules."""
+    field, type_ = next(field for field in dataclasses.fields(kind) if field.name == name), field_types(kind)[name]
+    rules = field.metadata["option"]
+    value = reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
+    if get_origin(type_) is list:
+        value = Annotated[list[value], BeforeValidator(as_list)]
+    elif type(None) in get_args(type_):
+        value |= None
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
+    return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
 
 
 def json_schema(kind: type) -> dict[str, dict]:
     """Return the JSON schema of each field of a dataclass."""
-    schemas = {name: adapter.json_schema() for name, adapter in _adapters(kind).items()}
+    schemas = {name: _adapter(kind, name).json_schema() for name in field_types(kind)}
     for schema in schemas.values():
         if schema.get("type") == "array":  # one value stands for a list with one item
             schema["type"] = ["array", schema["items"]["type"]]
@@ -210,7 +208,7 @@ def read_words(kind: type, name: str, words: list[str]) -> Any:
 def read_value(kind: type, name: str, value: Any) -> Any:
     """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid."""
     try:
-        return _adapters(kind)[name].validate_python(value)
+        return _adapter(kind, name).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
     rules = declared_options(kind)[name]
