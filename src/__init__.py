@@ -49,9 +49,10 @@ def _stop(number, frame):
 if _is_script:
     import signal
 
-    from src.config.help_text import show_quickly
-
     # Until src/distributed/stop_signals.py takes over.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, _stop)
-    show_quickly(sys.argv)
+    if {"-h", "--help"} & set(sys.argv):
+        from src.config.help_text import show_quickly
+
+        show_quickly(sys.argv)

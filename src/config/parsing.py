@@ -21,7 +21,6 @@ from src.config.addons import (
 )
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import declared_options, field_types, read_value, read_words
-from src.config.help_text import asks_for_all, fields_in, format_help, run_file_schema, to_json
 from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
@@ -119,10 +118,12 @@ def parse(
     given = _given_values(flags, path, base or {})
     task = _task(given, tasks)
     if asks_for_help(argv):
-        schema = run_file_schema(tasks)
-        core, options = fields_in(schema)
-        text = format_help(task, core, options[task], also or {}, asks_for_all(argv))
-        print(to_json(schema) if "schema" in flag_names(argv) else text)
+        from src.config import help_text
+
+        schema = help_text.run_file_schema(tasks)
+        core, options = help_text.fields_in(schema)
+        text = help_text.format_help(task, core, options[task], also or {}, help_text.asks_for_all(argv))
+        print(help_text.to_json(schema) if "schema" in flag_names(argv) else text)
         sys.exit(0)
 
     options_type = tasks[task]()

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,6 @@ import xxhash
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
 from src.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
-from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
@@ -36,6 +35,9 @@ from src.runtime import console, private_apis
 from src.storage import atomic_folder
 from src.storage.cache_folder import SharedWork, cache_root
 from src.tasks import Task, base
+
+if TYPE_CHECKING:
+    from src.data.raw_rows import RawRows
 
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
@@ -99,6 +101,8 @@ def encode_files(task: Task) -> list[Path]:
 
 def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> None:
     """Write the prepared rows of a source and their statistics to `folder`."""
+    from src.data.raw_rows import load_raw_rows  # not needed where rows are prepared already
+
     before = source.key()
     processes = cfg.preprocessing_num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the other ranks wait
     raw = load_raw_rows(source, cfg, partial(in_processes, processes))
@@ -108,7 +112,7 @@ def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> No
     (folder / STATS).write_text(json.dumps(stats))
 
 
-def _write_rows(task: Task, raw: RawRows, processes: int, folder: Path) -> dict[str, Any]:
+def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
     """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
     source, count = raw.source, len(raw.rows)
     columns, features = task.inspect_columns(raw.rows, source.split)
@@ -150,7 +154,7 @@ def block_ranges(rows: int, size: int) -> list[range]:
     return [range(first, min(first + step, stop)) for start, stop in bounds for first in range(start, stop, step)]
 
 
-def _encode_block(task: Task, raw: RawRows, schema: pa.Schema, ids: range) -> tuple[pa.RecordBatch, dict, tuple]:
+def _encode_block(task: Task, raw: "RawRows", schema: pa.Schema, ids: range) -> tuple[pa.RecordBatch, dict, tuple]:
     """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`."""
     kept = raw.source.choose_rows(raw, ids)
     chosen = ids if kept.all() else (ids.start + np.flatnonzero(kept)).tolist()

@@ -19,8 +19,6 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "
 
 def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     """Return the tokenizer that `tokenizer_name` or else the model names. Return None if there is none."""
-    from transformers import AutoTokenizer
-
     name = cfg.tokenizer_name or cfg.model_name_or_path
     if name is None:
         return None
@@ -30,6 +28,8 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     folder = sample_tokenizer(name, cache_root(cfg)) or model_folder(cfg, name, field, has_weights)
     if not cfg.tokenizer_name and not any(Path(folder, file).exists() for file in FILES):
         return None  # a model without a tokenizer is enough for rows of input_ids
+    from transformers import AutoTokenizer
+
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
 

@@ -6,6 +6,7 @@ Add values to the train lines and eval lines here. Tests: tests/reporting/test_r
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from src.data.batch_plan import LOW
 from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.environment import topology, write_environment
 from src.reporting.run_plan import plan_table, run_notes
-from src.reporting.trackers import Trackers
 from src.reporting.utilization import GpuUse, StepProfiler
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
@@ -26,6 +26,9 @@ from src.storage import atomic_folder, jsonl
 from src.training.meter import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
+
+if TYPE_CHECKING:
+    from src.reporting.trackers import Trackers
 
 
 class RunLogger:
@@ -84,6 +87,8 @@ class RunLogger:
         self.profiler = StepProfiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.backend.accelerator.log_with:
+            from src.reporting.trackers import Trackers
+
             self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
 
     def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
