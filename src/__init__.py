@@ -5,7 +5,9 @@ Written for any Python, so that an old one prints one sentence instead of a Synt
 
 import os
 import sys
+import time
 
+STARTED = time.monotonic()  # of this process
 LAUNCHER_PID = os.getppid()  # read first: the launcher may end during the imports
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]

@@ -36,7 +36,7 @@ DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 COPY_SECONDS = 1.0
 TRACKER_SECONDS = 2.0  # time for trackers to close when the process must end at once
 POLL_SECONDS = 0.5  # between two checks of files and clocks
-PROCESS_START = time.monotonic()
+PROCESS_START = src.STARTED
 
 log = logging.getLogger("run")
 

@@ -3,6 +3,7 @@
 Add values to the train lines and eval lines here. Tests: tests/reporting/test_run_logger.py.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import src
 from src.checkpointing.resume import Start
 from src.config.addons import fields_of_addons_with
 from src.config.errors import UsageError
@@ -45,6 +47,7 @@ class RunLogger:
         self.trackers: Trackers | None = None
         self.profiler: StepProfiler | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
+        self.is_first_step = True  # of this process
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
@@ -93,6 +96,9 @@ class RunLogger:
 
     def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Count one step without waiting for the device."""
+        if self.is_main and self.is_first_step:  # the host compiles while it queues the step
+            console.stamped(f"first step after {time.monotonic() - src.STARTED:.1f} s, start and compilation included")
+        self.is_first_step = False
         self.run.meter.add(losses, totals, data_seconds)
         if self.ledger:
             self.ledger.add_step(self.state.step, totals.examples, totals.hash_low, totals.hash_high)
