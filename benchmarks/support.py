@@ -6,7 +6,6 @@ Tests: tests/addons/techniques/test_conformance.py.
 """
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -91,6 +90,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    assert all((REPOSITORY / file).exists() and import_module(file[:-3].replace("/", ".")) for *_, file in MORE)
+    assert all((REPOSITORY / file).exists() for *_, file in MORE)
     PAGE.write_text(page(), encoding="utf-8")
     print(PAGE)

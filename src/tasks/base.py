@@ -54,7 +54,7 @@ class Task:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
         Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
-        only the first ones. Called before `encode`, unless the prepared rows are in the cache."""
+        only the first ones, or none. Called before `encode`, unless the prepared rows are in the cache."""
         raise NotImplementedError
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
