@@ -36,21 +36,16 @@ RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests (None: with all).
-
-    slow and close_after concern bodies, so they do not apply to HEAD.
-    """
+    """What goes wrong with the next `times` requests (None: with all). close_after does not apply to HEAD."""
 
     times: int | None = None
     status: int | None = None  # answer this instead
     headers: dict = field(default_factory=dict)  # with any answer, for example Retry-After
-    silent: bool = False  # never answer
-    slow: float | None = None  # bytes per second
+    silent: bool = False  # never answer; with close_after: never send the rest
     close_after: int | None = None  # bytes of the body, though Content-Length has promised all
 
     def concerns(self, method: str) -> bool:
-        of_bodies = self.slow is not None or self.close_after is not None
-        return self.times != 0 and not (method == "HEAD" and of_bodies)
+        return self.times != 0 and not (method == "HEAD" and self.close_after is not None)
 
 
 @dataclass
@@ -126,10 +121,6 @@ class Hub:
         values |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         off = ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")
         return values | {f"HF_HUB_DISABLE_{name}": "1" for name in off}
-
-    def downloads(self, path: str) -> int:
-        """Return the number of GETs of a path or pattern that were sent the whole file."""
-        return sum(r.method == "GET" and r.sent == r.size and r.matches(path) for r in list(self.requests))
 
     def sent(self, path: str) -> int:
         """Return the bytes sent of the files that match a path or pattern."""
@@ -242,10 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.record = Request(self.command, self.path, self.headers.get("Range"))
         self.hub.requests.append(self.record)
         self.fault = self.hub.fault(self.record)
-        if self.fault.silent:
-            self.hub.stopped.wait()
-            self.close_connection = True
-            return
+        if self.fault.silent and self.fault.close_after is None:
+            return self.be_silent()
         try:
             if self.fault.status:
                 raise Refusal(self.fault.status, message="a fault of the tests")
@@ -344,13 +333,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        step = max(1, int(fault.slow / 20)) if fault.slow else 1 << 16
         body = memoryview(body)[: fault.close_after]
-        for start in range(0, len(body), step):
-            part = body[start : start + step]
+        for start in range(0, len(body), 1 << 16):
+            part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the write, so that a client that has read all of it finds it here
             self.wfile.write(part)
-            if fault.slow and self.hub.stopped.wait(len(part) / fault.slow):
-                break
-        if fault.close_after is not None:
-            self.close_connection = True
+        if fault.silent:
+            self.be_silent()
+        self.close_connection |= fault.close_after is not None
+
+    def be_silent(self):
+        self.hub.stopped.wait()
+        self.close_connection = True
