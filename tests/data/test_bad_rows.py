@@ -15,8 +15,8 @@ import pytest
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data.prepared_split import data_notes
-from src.data.raw_rows import RawRows, load_raw_rows, replace_readers
-from src.data.sources import Source, find_sources
+from src.data.raw_rows import load_raw_rows, replace_readers
+from src.data.sources import find_sources
 from tests.helpers import kit, plain_task
 
 BOM = b"\xef\xbb\xbf"
@@ -50,23 +50,16 @@ BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
 BAD = {
     # ---- CSV that pandas accepts: it shifts or fills columns
     "trailing comma": Case({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv: |Row #2: Expected 2 columns, got 3"),
-    "late": Case(
-        {"a.csv": "text,n\n" + "ab,1\n" * 10_100 + "cd,2,\n"}, "a.csv: |Row #10102: Expected 2 columns, got 3"
-    ),
     "too few": Case({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv: |Row #3: Expected 2 columns, got 1"),
     "open quote": Case({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: not valid CSV"),
-    "text after a quote": Case({"a.csv": 'text,n\n"ab "cd" ef",1\n'}, "a.csv: |Row #2: not valid CSV"),
     "column twice": Case({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
-    "type of a late cell": Case({"a.csv": "text,n\n" + "ab,1\n" * 4_000_000 + "cd,x\n"}, "a.csv: |Row #4000002|'x'"),
     "not UTF-8": Case({"a.csv": b"text\nx def\n\xe9t\xe9 def\n"}, "a.csv: |UTF8"),
-    "no header": Case({"a.csv": "ab,1\ncd,2\n"}, "no usable column among ab, 1"),
     "null in csv": Case({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
     # ---- other formats
     "malformed line": Case(
         {"a.jsonl": lines(ROW), "b.jsonl": BEFORE + '{"text": "x"\n' + lines(ROW)},
         "b.jsonl, line 5: JSON parse error: Missing a comma",
     ),
-    "UTF-16 jsonl": Case({"a.jsonl": lines(ROW).encode("utf-16")}, "a.jsonl, line 1: JSON parse error"),
     "invalid UTF-8 in jsonl": Case(
         {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
         "b.jsonl, line 5: train data: this row cannot be decoded: 'utf-8' codec",
@@ -78,19 +71,14 @@ BAD = {
     "another type in the second file": Case(
         {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})}, "a.jsonl, |b.jsonl: |text|int64"
     ),
-    "null text": Case({"a.jsonl": BEFORE + lines({"text": None})}, "a.jsonl, line 5: train data: `text` holds nothing"),
     "null in parquet": Case(
         {"a.parquet": PLAIN, "b.parquet": {"text": ["x", "y", None]}},
         "b.parquet, row 2: train data: `text` holds nothing",
     ),
     "two formats": Case({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
-    "nothing": Case({"a.jsonl": "\n\n"}, "a.jsonl is empty"),
     "only a header": Case({"a.csv": "text\n"}, "a.csv is empty"),
-    "rows too short": Case(
-        {"a.jsonl": lines({"text": ""}) * 2}, "none of the 2 rows of |a.jsonl has anything to train on"
-    ),
 }
-FOLDER = ("trailing comma", "late", "column twice", "malformed line", "another type in a late row")
+FOLDER = ("trailing comma", "column twice", "malformed line", "another type in a late row")
 
 
 def write(folder: Path, files: dict) -> list[Path]:
@@ -133,16 +121,14 @@ def test_bad_files_are_refused_with_file_and_row(open_data, tmp_path, name):
 
 def test_types_and_empty_files_that_are_accepted(open_data, tmp_path, capfd):
     cases = [
-        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": "def f", "n": 3})},
-        {"a.parquet": PLAIN | {"n": [1] * 9}, "b.parquet": PLAIN},
-        {"a.jsonl": lines(ROW | {"n": None}), "b.jsonl": lines(ROW | {"n": "x"})},
+        {"a.jsonl": lines(ROW | {"n": None}), "b.jsonl": lines(ROW | {"n": "x"}), "c.jsonl": lines(ROW)},
         {"a.jsonl": lines(ROW), "b.jsonl": "\n\n", "c.jsonl": lines(ROW)},
         {"a.parquet": {"text": pa.array([], pa.string())}, "b.parquet": PLAIN},
     ]
     for i, files in enumerate(cases):
         assert {*texts(*open_data(train_file=write(tmp_path / str(i), files)))} == {"def f"}
         warning = capfd.readouterr().err
-        assert warning.count(" is empty and skipped") == (i > 2), warning
+        assert warning.count(" is empty and skipped") == (i > 0), warning
 
 
 @pytest.mark.parametrize("name", ["trailing comma", "too few", "column twice"])
@@ -186,16 +172,12 @@ def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatc
     if mutant:
         monkeypatch.setattr(Json, "_generate_tables", Json.unchecked_tables)
     card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
-    for name, dates in (("top", {"text": "2020-01-01"}), ("nested", {"text": "x", "m": [{"s": "2020-01-01T10:00"}]})):
-        texts = {"text": "def f", "m": [{"s": "n/a"}]} if name == "nested" else ROW
-        write(
-            tmp_path / name,
-            {"README.md": card, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)},
-        )
-        rows = datasets.load_dataset(str(tmp_path / name), split="train", cache_dir=str(tmp_path / "cache"))[:]
-        found = [m[0]["s"] for m in rows["m"]] if name == "nested" else rows["text"]
-        expected = [dates["m"][0]["s"] if name == "nested" else dates["text"]] * 10
-        assert (found[-10:] == expected) == (not mutant)
+    texts, dates = ({"text": text, "m": [{"s": text}]} for text in ("def f", "2020-01-01T10:00"))
+    files = {"README.md": card, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
+    write(tmp_path / "data", files)
+    rows = datasets.load_dataset(str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "cache"))[:]
+    for found in (rows["text"], [m[0]["s"] for m in rows["m"]]):
+        assert (found[-10:] == [dates["text"]] * 10) == (not mutant)
 
 
 def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
@@ -217,11 +199,7 @@ def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
     cells = [load_raw_rows(find_sources(cfg, name)[""], cfg).rows["n"][:] for name in ("train", "validation")]
     assert cells == [["x", "007"], ["TRUE"]]
 
-    bools = "text,n\n" + "ab,true\n" * 2_000_000
-    write(
-        tmp_path / "data",
-        {"train-0.csv": bools, "train-1.csv": "text,n\ncd,2\n", "validation.csv": "text,n\nef,true\n"},
-    )
+    write(tmp_path / "data", {"train-0.csv": "text,n\nab,true\n", "train-1.csv": "text,n\ncd,2\n"})
     with pytest.raises(UsageError, match=r"train-1.csv: .* invalid value '2'"):
         load_raw_rows(find_sources(cfg, "train")[""], cfg)
 
@@ -253,11 +231,8 @@ def test_csv_dialect_of_a_dataset_card(open_data, tmp_path):
     "files, expected",
     [
         (
-            {
-                "a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n',
-                "b.jsonl": '\n\n{"text": "r2"}\n  \n{"text": "r3"}',
-            },
-            ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl, line 3", "b.jsonl, line 5"],
+            {"a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n', "b.jsonl": '\n  \n{"text": "r2"}'},
+            ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl, line 3"],
         ),
         (
             {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
@@ -279,12 +254,6 @@ def test_location_of_every_row(tmp_path, files, expected):
     ]
 
 
-def test_location_in_a_downloaded_file_is_its_url(tmp_path):
-    file = str(write(tmp_path, {"a.jsonl": lines(ROW) * 9})[0])
-    source = Source("train_file", "train", (file,), "json", origins={file: "https://host/a.jsonl"})
-    assert RawRows(source, None, ((file, 9),)).describe_row(3) == "https://host/a.jsonl, line 4: train data"
-
-
 # ---- a row on which the `encode` or `collate` of a fork fails ----------------------------------------------------------
 
 
@@ -297,35 +266,24 @@ class Task(plain_task.Task):
             numbers.append([word if word == "a" else float(word) for word in text.split()])
         return super().encode({"x": numbers, "y": batch["y"]}, locations)
 
-    def collate(self, rows, training):
-        if any(row["y"][0] == 2 for row in rows):
-            raise KeyError("two")
-        return super().collate(rows, training)
-
 
 FORK_ROW = {"x": " ".join(["0.5"] * 8), "y": [0, 1, 0, 1]}
-
-
-def outcome_of_fork(tmp_path, bad: dict, world=1, **more) -> tuple[list[int], str]:
-    """Return the exit codes and output of a run in which row 41 is bad."""
-    module = types.ModuleType("fork")
-    module.Task, module.Options = Task, plain_task.Options
-    data = {
-        "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", [FORK_ROW | (bad if i == 41 else {}) for i in range(60)])
-    }
-    fields = {"cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_steps": 2} | more
-    with plain_task.registered(module, "fork"):
-        flags = plain_task.flags(data, task="fork", **fields)
-        codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=world)
-    return codes, "\n".join(outputs)
 
 
 @pytest.mark.parametrize(
     "bad, value, cause", [({"x": None}, "`x` = null", "AttributeError"), ({"x": "a " * 900}, "`x` = 'a a a", "no list")]
 )
 def test_row_that_encode_cannot_read_is_named(tmp_path, bad, value, cause):
-    codes, output = outcome_of_fork(tmp_path, bad, world=2)
-    assert set(codes) == {2}
+    module = types.ModuleType("fork")
+    module.Task, module.Options = Task, plain_task.Options
+    rows = [FORK_ROW | (bad if i == 41 else {}) for i in range(60)]
+    fields = {"cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_steps": 2}
+    with plain_task.registered(module, "fork"):
+        data = {"train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
+        flags = plain_task.flags(data, task="fork", **fields)
+        codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
+    output = "\n".join(outputs)
+    assert codes == [2, 2]
     (sentence,) = {line for line in output.splitlines() if line.startswith("error: ")}  # of each rank
     assert f"rows.jsonl, line 42: train data: `encode` of task fork fails for {value}" in sentence
     assert cause in sentence
