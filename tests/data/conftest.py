@@ -13,7 +13,6 @@ def tools(tmp_path_factory):
     """Return a folder with tokenizers and model configurations."""
     folder = tmp_path_factory.mktemp("tools")
     kit.tiny_tokenizer(folder / "tokenizer", [" ".join(WORDS)] * 2)
-    kit.tiny_tokenizer(folder / "other", ["something else"] * 2)
     with_eos = AutoTokenizer.from_pretrained(folder / "tokenizer")
     with_eos.eos_token = with_eos.pad_token  # as base and instruct models have it: the same tokenizer.json
     with_eos.save_pretrained(folder / "other_eos")
