@@ -2,7 +2,6 @@
 
 import json
 import os
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from src.config.errors import UsageError
 from src.data.prepared_split import data_notes
 from src.data.raw_rows import load_raw_rows, replace_readers
 from src.data.sources import find_sources
-from tests.helpers import kit, plain_task
+from src.tasks import causal_lm
 
 BOM = b"\xef\xbb\xbf"
 GOOD = {
@@ -27,10 +26,8 @@ GOOD = {
     "cr.csv": b"text,n\rab,1\rcd,2\r",
     "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
     "bom.txt": BOM + b"ab\ncd\n",
-    "cr.txt": b"ab\rcd\r",
     "crlf.txt": b"ab\r\ncd",
     "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
-    "cr.jsonl": b'{"text": "ab"}\r{"text": "cd"}\r',
     "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
     "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
 }
@@ -254,41 +251,23 @@ def test_location_of_every_row(tmp_path, files, expected):
     ]
 
 
-# ---- a row on which the `encode` or `collate` of a fork fails ----------------------------------------------------------
+# ---- a row on which the `encode` of a fork fails ----------------------------------------------------------------------
 
 
-class Task(plain_task.Task):
-    """A task of a fork, which expects text in `x` and does not check its rows."""
+def test_row_that_encode_cannot_read_is_named(open_data, tmp_path, monkeypatch, capfd):
+    original = causal_lm.Task.encode
 
     def encode(self, batch, locations):
-        numbers = []
-        for text in batch["x"]:
-            numbers.append([word if word == "a" else float(word) for word in text.split()])
-        return super().encode({"x": numbers, "y": batch["y"]}, locations)
+        assert "x" not in "".join(batch["text"])
+        return original(self, batch, locations)
 
-
-FORK_ROW = {"x": " ".join(["0.5"] * 8), "y": [0, 1, 0, 1]}
-
-
-@pytest.mark.parametrize(
-    "bad, value, cause", [({"x": None}, "`x` = null", "AttributeError"), ({"x": "a " * 900}, "`x` = 'a a a", "no list")]
-)
-def test_row_that_encode_cannot_read_is_named(tmp_path, bad, value, cause):
-    module = types.ModuleType("fork")
-    module.Task, module.Options = Task, plain_task.Options
-    rows = [FORK_ROW | (bad if i == 41 else {}) for i in range(60)]
-    fields = {"cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_steps": 2}
-    with plain_task.registered(module, "fork"):
-        data = {"train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
-        flags = plain_task.flags(data, task="fork", **fields)
-        codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
-    output = "\n".join(outputs)
-    assert codes == [2, 2]
-    (sentence,) = {line for line in output.splitlines() if line.startswith("error: ")}  # of each rank
-    assert f"rows.jsonl, line 42: train data: `encode` of task fork fails for {value}" in sentence
-    assert cause in sentence
-    assert len(sentence) < 500
-    assert cause == "no list" or "text.split()" in output  # the traceback
+    monkeypatch.setattr(causal_lm.Task, "encode", encode)
+    file = write(tmp_path, {"rows.jsonl": lines(ROW) * 41 + lines({"text": "x y " * 900}) + lines(ROW)})
+    words = "rows.jsonl, line 42: train data: `encode` of task causal_lm fails for `text` = 'x y .*AssertionError"
+    with pytest.raises(UsageError, match=words) as caught:
+        open_data(train_file=file)
+    assert len(str(caught.value)) < 500
+    assert 'assert "x" not in' in capfd.readouterr().err  # the traceback
 
 
 # ---- what is named and cannot be read --------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 import functools
 import hashlib
+import json
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +21,7 @@ from src.config import validation
 from src.config.errors import UsageError
 from src.data import prepare
 from src.data.prepared_split import data_notes
-from src.tasks import causal_lm, text_classification
+from src.tasks import causal_lm
 from tests.data.conftest import WORDS
 from tests.helpers import kit
 
@@ -72,42 +72,19 @@ def digest(cache: Path) -> dict[str, str]:
     return {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def count_blocks(monkeypatch, folder: Path) -> None:
-    """Write a line for each block that is encoded."""
-
-    def counted(original):
-        @functools.wraps(original)
-        def encode(self, batch, locations):
-            with open(folder / "calls", "a") as file:
-                file.write(f"{locations[0].row}\n")
-            return original(self, batch, locations)
-
-        return encode
-
-    for task in (causal_lm.Task, text_classification.Task):
-        monkeypatch.setattr(task, "encode", counted(task.encode))
-
-
-def encoded(folder: Path) -> list[int]:
-    file = folder / "calls"
-    return sorted(map(int, file.read_text().split())) if file.exists() else []
-
-
 # ---- the same bytes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_do_not_depend_on_processes(fields_of, tmp_path, small, monkeypatch, kind):
-    count_blocks(monkeypatch, tmp_path)
+def test_bytes_do_not_depend_on_processes(fields_of, tmp_path, small, kind):
     fields, caches = fields_of(kind), []
     for world, processes in ((1, 1), (2, 1), (1, 3)):  # processes per rank
         caches.append(tmp_path / f"{world}{processes}")
         fields["preprocessing_num_workers"] = processes
         kit.spawn(world, opened, fields, caches[-1], out=tmp_path / "out")
-        shutil.move(tmp_path / "calls", caches[-1] / "calls")
-        assert encoded(caches[-1]) == encoded(caches[0])  # each block once
     one = digest(caches[0])
-    assert len(encoded(caches[0])) > 20
+    (facts,) = caches[0].glob("prepared/*/facts.json")
+    assert len(json.loads(facts.read_text())["blocks"]) > 20
     assert [digest(cache) == one for cache in caches] == [True] * 3
 
 
@@ -292,7 +269,7 @@ def test_cache_per_node_prepares_the_same_bytes_on_each_node(fields_of, tmp_path
 # ---- make data -----------------------------------------------------------------------------------------------------------
 
 
-def test_make_data_prepares_what_training_opens(fields_of, rows, tmp_path, monkeypatch):
+def test_make_data_prepares_what_training_opens(fields_of, rows, tmp_path):
     fields = fields_of("rows") | {"validation_file": rows, "max_steps": 1, "cache_dir": tmp_path / "cache"}
     run = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
     file = kit.write_yaml(tmp_path / "run.yaml", run)
@@ -303,9 +280,6 @@ def test_make_data_prepares_what_training_opens(fields_of, rows, tmp_path, monke
     for split in ("train", "validation"):
         assert f"{split}: 300 rows, " in printed[split]
         assert Path(printed[split].rsplit(": ", 1)[1], "facts.json").exists()
-    assert not (tmp_path / "run").exists()
-    count_blocks(monkeypatch, tmp_path)
     codes, [text] = kit.run_command("train.py", "--config", file, "--output_dir", tmp_path / "run", folder=tmp_path)
     assert codes == [0], text
-    assert encoded(tmp_path) == []
     assert "preparing" not in text
