@@ -1,6 +1,6 @@
 """A Hugging Face Hub and file server on 127.0.0.1 that serves a folder, counts requests and fails on demand.
 
-    FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges and conditions
+    FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges
     FOLDER/models/ORG/NAME/...                 a model at `main`; datasets/ have the same layout
     FOLDER/.kept/KIND/ORG/NAME/REVISION/...    what `commit` keeps
 
@@ -19,7 +19,6 @@ import socket
 import tempfile
 import threading
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -29,8 +28,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 NAME = r"([^/]+?(?:/[^/]+?)??)"  # gpt2 or org/model
-RESOLVE = re.compile(rf"/(?:(datasets|spaces)/)?{NAME}/resolve/([^/]+)/(.+)")
-API = re.compile(rf"/api/(models|datasets|spaces)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
+RESOLVE = re.compile(rf"/(?:(datasets)/)?{NAME}/resolve/([^/]+)/(.+)")
+API = re.compile(rf"/api/(models|datasets)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
@@ -54,10 +53,8 @@ class Request:
 
     method: str
     path: str  # as sent, with the query
-    range: str | None
     status: int | None = None  # None: not answered (yet)
     sent: int = 0  # bytes of the body
-    size: int | None = None  # bytes of the whole file; None: the answer is no file
 
     def matches(self, pattern: str) -> bool:
         path = unquote(self.path.partition("?")[0])
@@ -84,7 +81,7 @@ class Hub:
         self.private = set(private)
         self.requests: list[Request] = []
         self.faults: dict[str, Fault] = {}
-        self.lock, self.ids = threading.RLock(), {}
+        self.lock = threading.RLock()
 
     def start(self) -> "Hub":
         self.stopped = threading.Event()
@@ -99,9 +96,8 @@ class Hub:
         """End at once, even if clients wait; from now on connections are refused."""
         self.stopped.set()
         self.server.shutdown()
-        for connection in (self.server.socket, *self.server.connections):
-            with suppress(OSError):  # to close is not enough: forked processes have the same sockets
-                connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # to close is not enough: forked processes have the same socket
+            self.server.socket.shutdown(socket.SHUT_RDWR)
         self.server.server_close()
 
     __enter__ = start
@@ -124,7 +120,7 @@ class Hub:
 
     def sent(self, path: str) -> int:
         """Return the bytes sent of the files that match a path or pattern."""
-        return sum(r.sent for r in list(self.requests) if r.size is not None and r.matches(path))
+        return sum(r.sent for r in list(self.requests) if r.matches(path))
 
     def fault(self, request: Request) -> Fault:
         for path, fault in list(self.faults.items()):
@@ -168,13 +164,7 @@ class Hub:
         """Return the hash of every file in a folder, by its path there."""
         with self.lock:
             files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): self.id(file) for file in files}
-
-    def id(self, file: Path) -> str:
-        key = (file, file.stat().st_mtime_ns, file.stat().st_size)
-        if key not in self.ids or time.time_ns() - key[1] < 1e9:  # a younger file may change while its time does not
-            self.ids[key] = digest(file.read_bytes())
-        return self.ids[key]
+            return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
 
 
 def adopt(environment: dict[str, str]) -> None:
@@ -211,15 +201,6 @@ def inside(root: Path, name: str) -> Path:
 class _Server(ThreadingHTTPServer):
     daemon_threads, block_on_close, request_queue_size = True, False, 128
 
-    def __init__(self, *args):
-        self.connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        super().__init__(*args)
-
-    def get_request(self):
-        connection, address = super().get_request()
-        self.connections.add(connection)
-        return connection, address
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
@@ -230,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.hub, self.url, self.sha = self.server.hub, urlsplit(self.path), ""
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.record = Request(self.command, self.path, self.headers.get("Range"))
+        self.record = Request(self.command, self.path)
         self.hub.requests.append(self.record)
         self.fault = self.hub.fault(self.record)
         if self.fault.silent and self.fault.close_after is None:
@@ -247,8 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, path: str, authorization: str | None):
         self.known = authorization == f"Bearer {self.hub.token}"
-        if authorization and not self.known:
-            raise Refusal(401, message="Invalid credentials in Authorization header")
         if path == "/api/validate-yaml":
             self.reply(200, {"errors": [], "warnings": []})
         elif not self.known and self.command == "POST":
@@ -297,8 +276,6 @@ class _Handler(BaseHTTPRequestHandler):
             for item, entry in zip(items, entries, strict=True):
                 entry |= {"type": "directory" if item.is_dir() else "file", "oid": files.get(entry["path"], "0" * 40)}
             self.reply(200, entries)
-        elif revision != "main":
-            raise Refusal(404, "RevisionNotFound", f"there is no branch {revision}")
         elif verb == "preupload":  # uploads are never LFS, which is another protocol
             plain = {"uploadMode": "regular", "shouldIgnore": False}
             paths = [file["path"] for file in json.loads(self.body)["files"]]
@@ -315,11 +292,8 @@ class _Handler(BaseHTTPRequestHandler):
         size, etag, status = len(body), f'"{digest(body)}"', 200
         headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
         headers |= {"Content-Type": "application/octet-stream"} | ({"X-Repo-Commit": self.sha} if self.sha else {})
-        self.record.size = size
-        if asked := RANGE.fullmatch(self.record.range or ""):
+        if asked := RANGE.fullmatch(self.headers.get("Range", "")):
             start, end = int(asked[1]), min(int(asked[2]) + 1, size) if asked[2] else size
-            if start >= end:
-                return self.reply(416, b"", headers | {"Content-Range": f"bytes */{size}"})
             status, body, headers["Content-Range"] = 206, body[start:end], f"bytes {start}-{end - 1}/{size}"
         self.reply(status, body, headers)
 

@@ -23,13 +23,16 @@ def serve(hub, name: str, content: bytes) -> str:
     return f"{hub.files_url}/{name}"
 
 
-def gets(hub, name: str, since: int = 0) -> list[tuple]:
-    """Return (status, bytes sent) of each GET of a file."""
-    found = [r for r in hub.requests[since:] if r.method == "GET" and r.matches(f"/files/{name}")]
-    return [(r.status, r.sent) for r in found]
+def gets(hub, name: str, since: int = 0) -> list[int]:
+    """Return the status of each GET of a file."""
+    return [r.status for r in hub.requests[since:] if r.method == "GET" and r.matches(f"/files/{name}")]
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def content_of(url: str, cache: Path) -> bytes:
+    return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
 
 
 @pytest.fixture
@@ -40,9 +43,9 @@ def fetch(tmp_path, monkeypatch):
     monkeypatch.setattr(http_files, "TRIES", 2)
     monkeypatch.setattr(hub_module, "records", {})
 
-    def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
+    def fetch(url: str) -> bytes:
         hub_module.records.clear()
-        return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
+        return content_of(url, tmp_path / "cache")
 
     return fetch
 
@@ -76,18 +79,16 @@ def test_answer_without_the_file_is_refused(hub, fetch, status, tries):
     assert len(gets(hub, f"refused{status}")) == tries
 
 
-@pytest.mark.parametrize("times", [1, None])
-def test_interrupted_download_begins_again_or_is_given_up(hub, fetch, tmp_path, times):
-    content, name = os.urandom(3 * MB), f"again{times}"
-    url = serve(hub, name, content)
-    hub.faults[f"/files/{name}"] = Fault(close_after=2 * MB, times=times)
-    if times:
-        assert fetch(url) == content
-    else:
-        with pytest.raises(UsageError, match=f"{url}: not fetched"):
-            fetch(url)
-        assert not list(tmp_path.rglob("fetched.json"))
-    assert [status for status, _ in gets(hub, name)] == [200, 200]  # from the start of the file, not 206
+def test_interrupted_download_is_given_up_or_begins_again(hub, fetch, tmp_path):
+    content, url = os.urandom(3 * MB), f"{hub.files_url}/interrupted"
+    serve(hub, "interrupted", content)
+    hub.faults["/files/interrupted"] = Fault(close_after=2 * MB)
+    with pytest.raises(UsageError, match=f"{url}: not fetched"):
+        fetch(url)
+    assert not list(tmp_path.rglob("fetched.json"))
+    hub.faults["/files/interrupted"] = Fault(close_after=2 * MB, times=1)
+    assert fetch(url) == content
+    assert gets(hub, "interrupted") == [200] * 4  # from the start of the file, not 206
 
 
 def test_web_page_is_refused(hub, fetch, tmp_path):
@@ -122,29 +123,6 @@ def test_file_of_a_store(fetch, monkeypatch):
         fetch("memory://b.jsonl")
 
 
-# ---- killed during a download ----------------------------------------------------------------------------------------
-
-
-def _fetch_alone(url: str, cache: Path) -> None:
-    http_files.is_offline = lambda: False
-    http_files.fetch_file(url, "train_file", cache, SharedWork(cache))
-
-
-def test_killed_download_is_absent(hub, fetch, tmp_path):
-    content = os.urandom(3 * MB)
-    url = serve(hub, "killed", content)
-    hub.faults["/files/killed"] = Fault(close_after=2 * MB, silent=True)
-    (job,) = kit.fork(1, _fetch_alone, url, tmp_path / "cache", out=tmp_path / "out")
-    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size])
-    job.kill()
-    job.join()
-    hub.faults.clear()
-    assert part.stat().st_size < len(content)
-    before = len(hub.requests)
-    assert fetch(url) == content
-    assert gets(hub, "killed", before) == [(200, len(content))]
-
-
 def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path):
     url = serve(hub, "shorter", b"row 1\nrow 2\n")
     fetch(url)
@@ -153,42 +131,46 @@ def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path):
     assert fetch(url) == b"row 1\nrow 2\n"
 
 
-# ---- all ranks -------------------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(environment: dict, urls: list[str], cache: Path, before) -> list[bytes] | str:
-    """Return the contents of the URLs, or the message of a UsageError."""
+def fetch_in_process(environment: dict, url: str, cache: Path, before=lambda: None) -> bytes:
     adopt(environment)
     http_files.TRIES = 2
     before()
-    try:
-        return [Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes() for url in urls]
-    except UsageError as error:
-        return str(error)
+    return content_of(url, cache)
 
 
-def start(hub, folder, urls: list[str], world: int, before=lambda: None, **environment) -> tuple[list, str]:
-    """Return the results of all ranks, and what they printed."""
-    environment = hub.environment(folder) | environment
-    results = kit.spawn(world, _fetch_all, environment, urls, folder / "cache", before, out=folder / "out")
-    return results, "".join((folder / "out" / f"rank{rank}.txt").read_text() for rank in range(world))
+def test_killed_download_is_absent(hub, fetch, tmp_path):
+    content = os.urandom(3 * MB)
+    url = serve(hub, "killed", content)
+    hub.faults["/files/killed"] = Fault(close_after=2 * MB, silent=True)
+    (job,) = kit.fork(1, fetch_in_process, hub.environment(), url, tmp_path / "cache", out=tmp_path / "out")
+    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size])
+    job.kill()
+    job.join()
+    hub.faults.clear()
+    assert part.stat().st_size < len(content)
+    before = len(hub.requests)
+    assert fetch(url) == content
+    assert gets(hub, "killed", before) == [200]
 
 
 def test_ranks_download_each_file_once(hub, tmp_path):
-    contents = [os.urandom(MB), b"rows"]
-    urls = [serve(hub, name, content) for name, content in zip(("a.jsonl", "b.jsonl"), contents, strict=True)]
-    assert start(hub, tmp_path, urls, 3)[0] == [contents] * 3
-    assert [len(gets(hub, name)) for name in ("a.jsonl", "b.jsonl")] == [1, 1]
-    before = len(hub.requests)
-    assert start(hub, tmp_path, urls, 3)[0] == [contents] * 3  # the next start only looks up
-    assert [gets(hub, name, before) for name in ("a.jsonl", "b.jsonl")] == [[], []]
+    content = os.urandom(MB)
+    url, before = serve(hub, "a.jsonl", content), len(hub.requests)
+
+    def on_ranks() -> list[bytes]:
+        return kit.spawn(3, fetch_in_process, hub.environment(), url, tmp_path / "cache", out=tmp_path / "out")
+
+    assert on_ranks() == [content] * 3
+    assert on_ranks() == [content] * 3  # the next start only looks up
+    assert gets(hub, "a.jsonl", before) == [200]
     hub.stop()
     try:
-        offline, printed = start(hub, tmp_path, urls, 2, HF_HUB_OFFLINE="1")
-        assert (offline, "warning" in printed) == ([contents] * 2, False)
-        down, printed = start(hub, tmp_path, urls, 2)
-        assert down == [contents] * 2
-        assert printed.count(f"warning: train_file: {urls[0]}: no answer") == 1
+        assert on_ranks() == [content] * 3
+        printed = "".join((tmp_path / "out" / f"rank{rank}.txt").read_text() for rank in range(3))
+        assert printed.count(f"warning: train_file: {url}: no answer") == 1
     finally:
         hub.start()
 
@@ -198,5 +180,5 @@ def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
         http_files.fetch_once = lambda key, fetch, work, what: fetch()
 
     url, before = serve(hub, "multiplied.jsonl", b"rows"), len(hub.requests)
-    start(hub, tmp_path, [url], 3, before=every_rank_asks)
+    kit.spawn(3, fetch_in_process, hub.environment(), url, tmp_path / "cache", every_rank_asks, out=tmp_path / "out")
     assert sum(r.method == "HEAD" for r in hub.requests[before:]) > 2  # one process: before and after the download

@@ -6,14 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
 
 from src.storage import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
 
-SHAPE = {name: value for name, value in kit.LLAMA.items() if name != "model_type"}
 TEXTS = [f"def f{n}: return self" for n in range(24)]
 
 
@@ -25,10 +23,7 @@ def put_data(hub, first: int = 0, name: str = "ds") -> None:
 
 
 def put_model(hub, seed: int) -> dict:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    model.save_pretrained(hub.folder / "models/org/model")
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return load_file(kit.save_model(hub.folder / "models/org/model", kit.LLAMA, seed) / "model.safetensors")
 
 
 @contextmanager
@@ -129,7 +124,7 @@ def test_ranks_ask_and_fetch_once(served, trained, tmp_path):
     assert {path.rpartition("/")[2] for path in gets} >= {"model.safetensors", "tokenizer.json", "train.jsonl"}
     assert commits(trained.folder / "run") == {"model": new.model, "dataset": new.data}
     assert kit.same(kit.Run(trained.folder / "run").weights, new.weights)
-    # The weights are of the commit that the tokenizer is of, even if main moves in between.
+    # Also, the weights are of the commit that the tokenizer is of, even if main moves in between.
     assert looked_up(trained.requests) == 1
     before = len(hub.requests)
     train(hub.environment(tmp_path), tmp_path, recipe(tmp_path), 3, every_rank_asks)
