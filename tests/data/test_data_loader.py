@@ -3,7 +3,7 @@
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +26,12 @@ def data(tiny, tmp_path_factory):
     return task, splits["train"]
 
 
-def plan(split, steps: int = 11, micro: int = 4) -> list:
-    return list(training_order(PlanConfig(len(split), 8, micro, 1, split.lengths), 0, 1, 0, steps))
+def plan(split, steps: int = 11) -> list:
+    return list(training_order(PlanConfig(len(split), 8, 4, 1, split.lengths), 0, 1, 0, steps))
 
 
-def read(data, workers: int, steps: int = 11) -> Iterator:
-    task, split = data
-    return data_loader.read_batches(
-        split, task, iter(plan(split, steps)), RunConfig(dataloader_num_workers=workers), False
-    )
+def read(task, split, order: Iterable, workers: int) -> Iterator:
+    return data_loader.read_batches(split, task, iter(order), RunConfig(dataloader_num_workers=workers), False)
 
 
 @pytest.mark.parametrize("weight, workers", [(-1.0, 0), (float("nan"), 3)])
@@ -48,7 +45,7 @@ def test_weight_that_is_no_count_is_refused_with_its_rows(data, tmp_path, monkey
 
     monkeypatch.setattr(causal_lm.Task, "collate", collate)
     with pytest.raises(kit.RankFailed) as failed:
-        kit.spawn(1, lambda: list(read(data, workers)), out=tmp_path / "out")
+        kit.spawn(1, lambda: list(read(*data, plan(data[1]), workers)), out=tmp_path / "out")
     text = f"rows {bad.ids.tolist()} could not be collated (micro-batch {bad.index} of step {bad.step + 1})"
     assert text in failed.value.texts[0]
     assert f"weight {weight}" in failed.value.texts[0]
@@ -74,8 +71,7 @@ def threads(fields, folder: Path) -> list[int]:
         return original(self, rows, training)
 
     causal_lm.Task.collate = collate
-    order = iter(plan(splits["train"]))
-    list(data_loader.read_batches(splits["train"], task, order, RunConfig(dataloader_num_workers=2), False))
+    list(read(task, splits["train"], plan(splits["train"]), 2))
     return used()
 
 
@@ -100,8 +96,7 @@ class Drawing(causal_lm.Task):
 def draws(split, workers, rank=0, world=1) -> dict:
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
     order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 3)
-    task = Drawing(RunConfig(), causal_lm.Options())
-    batches = data_loader.read_batches(split, task, order, RunConfig(dataloader_num_workers=workers), False)
+    batches = read(Drawing(RunConfig(), causal_lm.Options()), split, order, workers)
     return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in batches if not m.dummy}
 
 
@@ -117,8 +112,8 @@ def test_random_draws_do_not_depend_on_workers_or_processes(data, monkeypatch):
 
 def test_batches_do_not_depend_on_workers(data):
     def batches(workers: int) -> list:
-        inputs = [(m, {k: v.tolist() for k, v in b.inputs.items()}, *b[1:]) for m, b in read(data, workers, 23)]
-        return [(m.step, m.index, m.ids.tolist(), m.seed, m.last, *rest) for m, *rest in inputs]
+        found = read(*data, plan(data[1], 23), workers)
+        return [(m.step, m.index, m.seed, {k: v.tolist() for k, v in b.inputs.items()}, *b[1:]) for m, b in found]
 
     one = batches(0)
     assert len(one) > 40

@@ -184,42 +184,27 @@ def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch, mutant):
 # ---- every kind of damage ----------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
-def undetected(folder: Path, name: str, verify=atomic_folder.verify) -> list[int]:
-    """Return the bits, of all over a file, that can be flipped without an error that names the file."""
-    path, missed = folder / name, []
-    original = path.read_bytes()
-    places = {*range(0, len(original), 1 + len(original) // 500), len(original) - 1}
-    for bit in (8 * place + place % 8 for place in places):
-        flip(path, bit)
-        errors = verify(folder)
-        if len(errors) != 1 or not errors[0].startswith(name):
-            missed.append(bit)
-        path.write_bytes(original)
-    return missed
-
-
 @pytest.mark.parametrize("name", ["inner/large.bin", "manifest.json"])
 def test_flipped_bit_is_found_anywhere(folder, name):
-    assert undetected(folder, name) == []
+    path = folder / name
+    original = path.read_bytes()
+    for place in {*range(0, len(original), 1 + len(original) // 500), len(original) - 1}:
+        data = bytearray(original)
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        [error] = atomic_folder.verify(folder)
+        assert error.startswith(name)
+    path.write_bytes(original)
     assert atomic_folder.verify(folder) == []
 
 
-def test_mutant_manifest_without_its_own_hash_is_caught(folder):
-    def verify(folder):
-        try:
-            body = json.loads((folder / "manifest.json").read_bytes())
-            errors = [atomic_folder._file_error(folder, name, entry) for name, entry in body["files"].items()]
-            return [error for error in errors if error]
-        except Exception as error:
-            return [f"manifest.json: {error}"]
-
-    assert undetected(folder, "manifest.json", verify) != []
+def test_mutant_manifest_without_its_own_hash_is_caught(folder, monkeypatch):
+    manifest = folder / "manifest.json"
+    stated = atomic_folder.read_manifest(folder)["manifest"]
+    manifest.write_text(manifest.read_text().replace('"step": 7', '"step": 8'))
+    assert atomic_folder.verify(folder) != []
+    monkeypatch.setattr(atomic_folder, "_digest", lambda body: stated)
+    assert atomic_folder.verify(folder) == []
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"manifest": 1}', "\0" * 900, "[" * 100_000, "\xff\xfe"])

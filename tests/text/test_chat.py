@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.chat import render_chat
+from src.text.chat import render_chat, warn_once
 from tests.helpers import kit
 
 CHAT = [
@@ -111,3 +111,11 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     head = text.removesuffix(render(tokenizer, kit.CHATML, CHAT, "row 3")[0])
     assert json.loads(head.removeprefix("<|tools|>"))[0]["function"]["parameters"] == {"x": {"type": "int"}}
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
+
+
+def test_dropped_words_are_warned_about(tokenizer, capsys):
+    warn_once.cache_clear()
+    template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+    assert "warning: the chat template changes or drops text" in capsys.readouterr().err
