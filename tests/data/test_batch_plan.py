@@ -40,23 +40,6 @@ def test_epoch_order_looks_random():
     assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-squared with 9 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
-def test_ranks_share_micro_batches_unchanged(world):
-    micro_batches = plan(PlanConfig(1003, 32, 4, 0, LENGTHS), 0, 31)  # the tail: 11 examples, 3 micro-batches
-    batches = assign_to_ranks(micro_batches, world)
-    real = [m for batch in batches for m in batch if not m.dummy]
-    assert sorted(m.index for m in real) == list(range(len(micro_batches)))
-    assert len({m.seed for m in micro_batches}) == len(micro_batches)
-    for m in real:
-        assert np.array_equal(m.ids, micro_batches[m.index].ids)
-        assert m.seed == micro_batches[m.index].seed
-    for batch in batches:
-        assert [m.last for m in batch] == [False] * (len(batch) - 1) + [True]
-        assert len(batch) == 1 or not any(m.dummy for m in batch)
-    counts = [sum(not m.dummy for m in batch) for batch in batches]
-    assert max(counts) - min(counts) <= 1
-
-
 def test_sorting_by_length_leaves_little_padding():
     n = 20_000
     lengths = 3 + (94 * np.random.default_rng(1).random(n) ** 2.5).astype(int)
@@ -120,7 +103,7 @@ def test_epoch_is_the_dataset_for_any_split_and_resume(case):
     per_epoch = StepSizes(n, batch).per_epoch
     first, stop = epoch * per_epoch, (epoch + 1) * per_epoch
     resumed = int(rng.integers(first, stop + 1))
-    seen = []
+    seen, seeds = [], []
     for begin, end in ((first, resumed), (resumed, stop)):  # each part with another where
         world, micro = int(rng.integers(1, 6)), int(rng.integers(1, batch + 1))
         tokens = int(rng.integers(60, 400)) if rng.random() < 0.5 else None
@@ -128,4 +111,6 @@ def test_epoch_is_the_dataset_for_any_split_and_resume(case):
             for m in training_order(PlanConfig(n, batch, micro, case, lengths, tokens), rank, world, begin, end):
                 assert tokens is None or m.cost <= tokens
                 seen += [] if m.dummy else m.ids.tolist()
+                seeds += [] if m.dummy else [m.seed]
     assert sorted(seen) == list(range(n))
+    assert len(set(seeds)) == len(seeds)

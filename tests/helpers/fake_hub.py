@@ -81,7 +81,7 @@ class Hub:
         self.private = set(private)
         self.requests: list[Request] = []
         self.faults: dict[str, Fault] = {}
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
 
     def start(self) -> "Hub":
         self.stopped = threading.Event()
@@ -134,11 +134,9 @@ class Hub:
 
     def commit(self, repository: str) -> str:
         """Keep a repository as it is now under its sha; return the sha."""
-        with self.lock:
-            kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
-            if not kept.exists():
-                shutil.copytree(self.folder / repository, kept)
-            return kept.name
+        kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
+        shutil.copytree(self.folder / repository, kept)
+        return kept.name
 
     def at(self, repository: str, revision: str) -> Path:
         folder, kept = self.folder / repository, inside(self.folder / ".kept" / repository, revision)
@@ -150,21 +148,19 @@ class Hub:
 
     def write(self, repository: str, operations: list[dict]) -> str:
         """Write the files of a commit; return the new sha."""
-        with self.lock:
-            for value in (operation["value"] for operation in operations if operation["key"] == "file"):
-                file = inside(self.folder / repository, value["path"])
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(base64.b64decode(value["content"]))
-            return self.sha(self.folder / repository)
+        for value in (operation["value"] for operation in operations if operation["key"] == "file"):
+            file = inside(self.folder / repository, value["path"])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(base64.b64decode(value["content"]))
+        return self.sha(self.folder / repository)
 
     def sha(self, folder: Path) -> str:
         return digest(repr(self.files(folder)).encode())
 
     def files(self, folder: Path) -> dict[str, str]:
         """Return the hash of every file in a folder, by its path there."""
-        with self.lock:
-            files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
 
 
 def adopt(environment: dict[str, str]) -> None:
