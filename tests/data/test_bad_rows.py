@@ -42,7 +42,7 @@ def lines(*rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-ROW, PLAIN = {"text": "def f"}, {"text": ["def f"] * 9}
+ROW = {"text": "def f"}
 BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
 BAD = {
     # ---- CSV that pandas accepts: it shifts or fills columns

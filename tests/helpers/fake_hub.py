@@ -139,7 +139,7 @@ class Hub:
         return kept.name
 
     def at(self, repository: str, revision: str) -> Path:
-        folder, kept = self.folder / repository, inside(self.folder / ".kept" / repository, revision)
+        folder, kept = self.folder / repository, self.folder / ".kept" / repository / revision
         if revision == "main" or (not kept.is_dir() and revision == self.sha(folder)):
             return folder
         if not kept.is_dir():
@@ -149,7 +149,7 @@ class Hub:
     def write(self, repository: str, operations: list[dict]) -> str:
         """Write the files of a commit; return the new sha."""
         for value in (operation["value"] for operation in operations if operation["key"] == "file"):
-            file = inside(self.folder / repository, value["path"])
+            file = self.folder / repository / value["path"]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(base64.b64decode(value["content"]))
         return self.sha(self.folder / repository)
@@ -186,12 +186,6 @@ def adopt(environment: dict[str, str]) -> None:
 
 def digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
-
-
-def inside(root: Path, name: str) -> Path:
-    if not (path := Path(os.path.normpath(root / name))).is_relative_to(root):
-        raise Refusal(400, message=f"{name} leads outside")
-    return path
 
 
 class _Server(ThreadingHTTPServer):
@@ -231,12 +225,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/repos/create":
             self.create(**json.loads(self.body))
         elif path.startswith("/files/"):
-            self.file(inside(self.hub.folder / "files", unquote(path.removeprefix("/files/"))))
+            self.file(self.hub.folder / unquote(path[1:]))
         elif match := RESOLVE.fullmatch(path):
             kind, name, revision, file = (unquote(part or "models") for part in match.groups())
             root = self.hub.at(self.repository(kind, name), revision)
             self.sha = self.hub.sha(root)  # in a 404 too: clients remember what a commit does not have
-            self.file(inside(root, file))
+            self.file(root / file)
         elif match := API.fullmatch(path):
             kind, name, verb, revision, file = (unquote(part or "") for part in match.groups())
             self.api(self.repository(kind, name), verb, revision or "main", file)
@@ -245,14 +239,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def repository(self, kind: str, name: str) -> str:
         """Return the key of a repository that exists, if this client may see it."""
-        if not inside(self.hub.folder / kind, name).is_dir() or (name in self.hub.private and not self.known):
+        if not (self.hub.folder / kind / name).is_dir() or (name in self.hub.private and not self.known):
             status, message = (404, "") if self.known else (401, "Invalid username or password.")
             raise Refusal(status, "RepoNotFound", message)
         return f"{kind}/{name}"
 
     def create(self, name: str, organization: str, visibility: str, **_):
         name = f"{organization}/{name}"
-        inside(self.hub.folder / "models", name).mkdir(parents=True)
+        (self.hub.folder / "models" / name).mkdir(parents=True)
         self.hub.private |= {name} if visibility == "private" else set()
         self.reply(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
@@ -265,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             stats = {"private": name in hub.private, "gated": False, "disabled": False}
             self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | stats)
         elif verb == "tree":
-            if not (top := inside(root, path)).is_dir():
+            if not (top := root / path).is_dir():
                 raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")
             items = sorted(top.rglob("*") if "recursive=true" in self.url.query else top.iterdir())
             entries = [{"path": i.relative_to(root).as_posix(), "size": i.stat().st_size} for i in items]
