@@ -28,31 +28,22 @@ from tests.helpers import kit
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Return a file of 300 texts with labels."""
+    """Return a file of 300 texts."""
     generator = np.random.default_rng(0)
-    rows = []
-    for i in range(300):
-        words = generator.choice(WORDS, int(3 + 94 * generator.random() ** 2.5))
-        rows.append({"text": " ".join(words), "label": ["a", "b", "c"][i % 3]})
+    lengths = (3 + 94 * generator.random(300) ** 2.5).astype(int)
+    rows = [{"text": " ".join(generator.choice(WORDS, length))} for length in lengths]
     return kit.write_jsonl(tmp_path_factory.mktemp("rows") / "texts.jsonl", rows)
 
 
-KINDS = {
-    "rows": {"model_config": "gpt2.yaml"},
-    "packed": {"model_config": "gpt2.yaml", "packing": True, "max_length": 100},
-    "labels": {"task": "text_classification", "model_config": "bert.yaml"},
-}
+KINDS = {"rows": {}, "packed": {"packing": True, "max_length": 100}}
 
 
 @pytest.fixture
 def fields_of(tools, rows):
     """Return a function that returns the fields of one of `KINDS`."""
 
-    def fields(kind: str) -> dict:
-        given = {"tokenizer_name": tools / "tokenizer", "train_file": rows} | KINDS[kind]
-        return given | {"model_config": tools / given["model_config"]}
-
-    return fields
+    given = {"model_config": tools / "gpt2.yaml", "tokenizer_name": tools / "tokenizer", "train_file": rows}
+    return lambda kind: given | KINDS[kind]
 
 
 @pytest.fixture

@@ -30,13 +30,6 @@ def render(tokenizer, template, *arguments):
 
 TEMPLATES = {  # and what each writes around an assistant's words
     "chatml": ((kit.REPOSITORY / "configs/chatml.jinja").read_text(), "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "gemma": (
-        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        "<start_of_turn>model\n",
-        "<end_of_turn>\n",
-    ),
     "mistral": (
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
         "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
@@ -46,7 +39,7 @@ TEMPLATES = {  # and what each writes around an assistant's words
     "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
 }
 # The mutant looks for the words in the text, and finds "assistant" in the header.
-WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model"]
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
