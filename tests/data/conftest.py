@@ -1,4 +1,4 @@
-"""A tokenizer and model configurations that the tests of data share."""
+"""Tokenizers and a model configuration that the tests of data share."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -10,16 +10,13 @@ WORDS = ["def", "return", "self", "import", "class", "yield", "lambda", "für", 
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory):
-    """Return a folder with tokenizers and model configurations."""
+    """Return a folder with tokenizers and a model configuration."""
     folder = tmp_path_factory.mktemp("tools")
     kit.tiny_tokenizer(folder / "tokenizer", [" ".join(WORDS)] * 2)
-    kit.tiny_tokenizer(folder / "other", ["something else"] * 2)
     with_eos = AutoTokenizer.from_pretrained(folder / "tokenizer")
     with_eos.eos_token = with_eos.pad_token  # as base and instruct models have it: the same tokenizer.json
     with_eos.save_pretrained(folder / "other_eos")
     kit.write_yaml(folder / "gpt2.yaml", kit.TINY | {"vocab_size": 400, "n_positions": 128})
-    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    kit.write_yaml(folder / "bert.yaml", bert | {"intermediate_size": 32, "max_position_embeddings": 64})
     return folder
 
 

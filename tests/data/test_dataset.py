@@ -2,23 +2,17 @@
 
 import json
 import os
-import random
 import types
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-import torch
 
-from src.checkpointing import run_identity
 from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.data import data_loader
-from src.data.batch_plan import PlanConfig, training_order
 from src.data.prepare import encode_files
 from src.data.sources import BUILDERS
-from src.tasks import Batch, causal_lm
+from src.tasks import causal_lm
 from tests.helpers import kit
 
 TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
@@ -39,11 +33,8 @@ def write(path: Path, rows: list[str]) -> Path:
     elif path.suffix == ".json":
         path.write_text(json.dumps([{"text": row} for row in rows]), encoding="utf-8")
     elif path.suffix == ".arrow":
-        import pyarrow
-
-        arrow = table.data.table
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, arrow.schema) as writer:
-            writer.write_table(arrow)
+        table.save_to_disk(path.with_suffix(""))
+        (path.with_suffix("") / "data-00000-of-00001.arrow").rename(path)
     else:
         getattr(table, {".jsonl": "to_json", ".csv": "to_csv", ".parquet": "to_parquet"}[path.suffix])(path)
     return path
@@ -61,22 +52,17 @@ def test_every_file_format_keeps_the_order_of_files_and_rows(open_data, tmp_path
     assert splits["train"].stats["source_rows"] == len(splits["train"]) == 21
 
 
-def test_glob_is_sorted_and_recursive(open_data, tmp_path, monkeypatch):
+def test_glob_is_sorted_and_recursive(open_data, tmp_path):
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl"):
         write(tmp_path / name, [name])
     task, splits = open_data(train_file=tmp_path / "**/*.jsonl")
     assert texts(task, splits["train"]) == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
-    monkeypatch.chdir(tmp_path)
-    task, splits = open_data(train_file=["deep/*.jsonl", "?.jsonl"])
-    assert texts(task, splits["train"]) == ["deep/c.jsonl", "a.jsonl", "b.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?.jsonl"])
-def test_name_that_looks_like_a_pattern_is_a_file(open_data, tmp_path, name):
+def test_name_that_looks_like_a_pattern_is_a_file(open_data, tmp_path):
     """`datasets` would read a1.jsonl."""
     write(tmp_path / "a1.jsonl", ["another file"])
-    write(tmp_path / name, ["this file"])
-    task, splits = open_data(train_file=tmp_path / name)
+    task, splits = open_data(train_file=write(tmp_path / "a[1].jsonl", ["this file"]))
     assert texts(task, splits["train"]) == ["this file"]
 
 
@@ -102,10 +88,9 @@ def write_splits(folder: Path, kind: str = "files", names=("train", "validation"
 @pytest.mark.parametrize("kind", ["files", "saved"])
 def test_splits_of_a_folder(open_data, tmp_path, kind):
     folder = write_splits(tmp_path / "set", kind)
-    for given, count in ({}, 9), ({"dataset_split": "train"}, 9), ({"dataset_split": "extra"}, 88):
+    for given, rows in ({}, ROWS[:9]), ({"dataset_split": "extra"}, ROWS[12:]):
         _, splits = open_data(dataset_name=folder, **given)
-        ids = [row["input_ids"].tolist() for row in splits["train"].rows(np.arange(len(splits["train"])))]
-        assert ids == (ROWS[:9] if count == 9 else ROWS[12:])
+        assert [row["input_ids"].tolist() for row in splits["train"].rows(np.arange(len(rows)))] == rows
         assert len(splits["validation"]) == 3
     with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
         open_data(dataset_name=folder, dataset_split="extras")
@@ -114,55 +99,8 @@ def test_splits_of_a_folder(open_data, tmp_path, kind):
     mixture = {"a": {"dataset_name": str(folder)}, "b": {"dataset_name": str(folder), "dataset_split": "extra"}}
     _, splits = open_data(mixture=json.dumps(mixture))
     assert [len(part) for *_, part in splits["train"].segments()] == [9, 88]
-    mixture["b"]["dataset_split"] = "extras"
-    with pytest.raises(UsageError, match="mixture: b: dataset_split is extras"):
-        open_data(mixture=json.dumps(mixture))
-
-
-def test_missing_split_is_known_from_the_cache_too(open_data, tmp_path):
-    folder = write_splits(tmp_path / "saved", "saved", ["train"])
-    for _ in range(2):
-        assert open_data(dataset_name=folder)[1].keys() == {"train"}
     with pytest.raises(UsageError, match="no train data: give --train_file, or a dataset with a train split"):
-        open_data(dataset_name=write_splits(tmp_path / "other", "saved", ["validation"]))
-
-
-# ---- rows by id ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ragged(files, tmp_path_factory):
-    """(task, split, rows as they are in the file)"""
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl"}
-    task, splits = kit.open_data(**fields, cache_dir=tmp_path_factory.mktemp("ragged"))
-    lines = (files / "train.jsonl").read_text().splitlines()
-    return task, splits["train"], [json.loads(line)["input_ids"] for line in lines]
-
-
-class Drawing(causal_lm.Task):
-    """A task with a collator that draws from every random generator."""
-
-    def collate(self, rows, training):
-        drawn = [*torch.rand(2).tolist(), *np.random.rand(2), random.random()]
-        return Batch({"drawn": torch.tensor(drawn, dtype=torch.float64)}, len(rows), len(rows), len(rows))
-
-
-def draws(split, workers, rank=0, world=1) -> dict:
-    torch.manual_seed(os.getpid() + workers)  # what came before must not matter
-    order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 3)
-    task = Drawing(RunConfig(), causal_lm.Options())
-    read = data_loader.read_batches(split, task, order, RunConfig(dataloader_num_workers=workers), False)
-    return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.dummy}
-
-
-def test_random_draws_do_not_depend_on_workers_or_processes(ragged, monkeypatch):
-    _, split, _ = ragged
-    here = draws(split, 0)
-    assert len({str(value) for value in here.values()}) == 24  # each micro-batch has its own
-    assert draws(split, 2) == here
-    assert draws(split, 0, 0, 2) | draws(split, 0, 1, 2) == here
-    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)  # the mutant
-    assert draws(split, 2) != draws(split, 0)
+        open_data(dataset_name=write_splits(tmp_path / "other", kind, ["validation"]))
 
 
 # ---- prepared once ---------------------------------------------------------------------------------------------------
@@ -175,7 +113,6 @@ def prepared(folder: Path) -> list[Path]:
 CHANGES = {
     "a row more": {},
     "another text of the same size": {},
-    "another tokenizer": {"tokenizer_name": "other"},
     "another end of text": {"tokenizer_name": "other_eos"},
     "another length": {"max_length": 2},
     "packing": {"packing": True},
@@ -190,20 +127,15 @@ def test_changes_of_data_or_options_prepare_again(open_data, tools, tmp_path, na
         _, before = open_data(train_file=file)
         assert len(prepared(tmp_path)) == 1
     changed = {"a row more": [*TEXTS, "more"], "another text of the same size": [*TEXTS[:-1], "else fed"]}
-    write(file, changed.get(name, TEXTS))
-    os.utime(file, (1, 1))  # so that the time of the file differs
+    if name in changed:
+        write(file, changed[name])
+        os.utime(file, (1, 1))  # so that the time of the file differs
     fields = {k: tools / v if k == "tokenizer_name" else v for k, v in CHANGES[name].items()}
     task, after = open_data(train_file=file, **fields)
     assert len(prepared(tmp_path)) == 2
     _, fresh = open_data(train_file=file, cache_dir=tmp_path / "elsewhere", **fields)
     assert texts(task, after["train"]) == texts(task, fresh["train"])  # not the old ones under a new name
     assert after["train"].stats["rows"] == fresh["train"].stats["rows"] != before["train"].stats["rows"]
-    one = types.SimpleNamespace(mixed_precision="no", num_processes=1)
-    identities = [run_identity.identity(one, RunConfig(), splits) for splits in (before, after)]
-    assert identities[0]["data.rows"] != identities[1]["data.rows"]
-    assert (identities[0]["data.tokenizer_files"] != identities[1]["data.tokenizer_files"]) == (
-        "tokenizer_name" in fields
-    )
 
 
 class Child(causal_lm.Task):
@@ -221,16 +153,6 @@ def test_changed_code_of_encode_prepares_again(open_data, tmp_path, monkeypatch)
         (tmp_path / "helper.py").write_text(code)
         open_data(train_file=file)
         assert len(prepared(tmp_path)) == count
-
-
-def test_failed_preparation_leaves_nothing(open_data, tmp_path):
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "good"}] * 5 + [{"text": None}])
-    with pytest.raises(UsageError, match="line 6: train data: `text` holds nothing"):
-        open_data(train_file=file)
-    assert [path for path in (tmp_path / "cache" / "prepared").rglob("*") if not path.name.endswith(".lock")] == []
-    file.write_text(file.read_text().replace("null", '"fixed"'))
-    task, splits = open_data(train_file=file)
-    assert texts(task, splits["train"]) == ["good"] * 5 + ["fixed"]
 
 
 def _other_files(argv, folders):

@@ -1,6 +1,6 @@
 """A Hugging Face Hub and file server on 127.0.0.1 that serves a folder, counts requests and fails on demand.
 
-    FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges and conditions
+    FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges
     FOLDER/models/ORG/NAME/...                 a model at `main`; datasets/ have the same layout
     FOLDER/.kept/KIND/ORG/NAME/REVISION/...    what `commit` keeps
 
@@ -19,7 +19,6 @@ import socket
 import tempfile
 import threading
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -29,28 +28,23 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 NAME = r"([^/]+?(?:/[^/]+?)??)"  # gpt2 or org/model
-RESOLVE = re.compile(rf"/(?:(datasets|spaces)/)?{NAME}/resolve/([^/]+)/(.+)")
-API = re.compile(rf"/api/(models|datasets|spaces)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
+RESOLVE = re.compile(rf"/(?:(datasets)/)?{NAME}/resolve/([^/]+)/(.+)")
+API = re.compile(rf"/api/(models|datasets)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests (None: with all).
-
-    slow and close_after concern bodies, so they do not apply to HEAD.
-    """
+    """What goes wrong with the next `times` requests (None: with all). close_after does not apply to HEAD."""
 
     times: int | None = None
     status: int | None = None  # answer this instead
     headers: dict = field(default_factory=dict)  # with any answer, for example Retry-After
-    silent: bool = False  # never answer
-    slow: float | None = None  # bytes per second
+    silent: bool = False  # never answer; with close_after: never send the rest
     close_after: int | None = None  # bytes of the body, though Content-Length has promised all
 
     def concerns(self, method: str) -> bool:
-        of_bodies = self.slow is not None or self.close_after is not None
-        return self.times != 0 and not (method == "HEAD" and of_bodies)
+        return self.times != 0 and not (method == "HEAD" and self.close_after is not None)
 
 
 @dataclass
@@ -59,10 +53,8 @@ class Request:
 
     method: str
     path: str  # as sent, with the query
-    range: str | None
     status: int | None = None  # None: not answered (yet)
     sent: int = 0  # bytes of the body
-    size: int | None = None  # bytes of the whole file; None: the answer is no file
 
     def matches(self, pattern: str) -> bool:
         path = unquote(self.path.partition("?")[0])
@@ -89,7 +81,7 @@ class Hub:
         self.private = set(private)
         self.requests: list[Request] = []
         self.faults: dict[str, Fault] = {}
-        self.lock, self.ids = threading.RLock(), {}
+        self.lock = threading.Lock()
 
     def start(self) -> "Hub":
         self.stopped = threading.Event()
@@ -104,9 +96,8 @@ class Hub:
         """End at once, even if clients wait; from now on connections are refused."""
         self.stopped.set()
         self.server.shutdown()
-        for connection in (self.server.socket, *self.server.connections):
-            with suppress(OSError):  # to close is not enough: forked processes have the same sockets
-                connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # to close is not enough: forked processes have the same socket
+            self.server.socket.shutdown(socket.SHUT_RDWR)
         self.server.server_close()
 
     __enter__ = start
@@ -127,13 +118,9 @@ class Hub:
         off = ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")
         return values | {f"HF_HUB_DISABLE_{name}": "1" for name in off}
 
-    def downloads(self, path: str) -> int:
-        """Return the number of GETs of a path or pattern that were sent the whole file."""
-        return sum(r.method == "GET" and r.sent == r.size and r.matches(path) for r in list(self.requests))
-
     def sent(self, path: str) -> int:
         """Return the bytes sent of the files that match a path or pattern."""
-        return sum(r.sent for r in list(self.requests) if r.size is not None and r.matches(path))
+        return sum(r.sent for r in list(self.requests) if r.matches(path))
 
     def fault(self, request: Request) -> Fault:
         for path, fault in list(self.faults.items()):
@@ -147,14 +134,12 @@ class Hub:
 
     def commit(self, repository: str) -> str:
         """Keep a repository as it is now under its sha; return the sha."""
-        with self.lock:
-            kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
-            if not kept.exists():
-                shutil.copytree(self.folder / repository, kept)
-            return kept.name
+        kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
+        shutil.copytree(self.folder / repository, kept)
+        return kept.name
 
     def at(self, repository: str, revision: str) -> Path:
-        folder, kept = self.folder / repository, inside(self.folder / ".kept" / repository, revision)
+        folder, kept = self.folder / repository, self.folder / ".kept" / repository / revision
         if revision == "main" or (not kept.is_dir() and revision == self.sha(folder)):
             return folder
         if not kept.is_dir():
@@ -163,27 +148,19 @@ class Hub:
 
     def write(self, repository: str, operations: list[dict]) -> str:
         """Write the files of a commit; return the new sha."""
-        with self.lock:
-            for value in (operation["value"] for operation in operations if operation["key"] == "file"):
-                file = inside(self.folder / repository, value["path"])
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(base64.b64decode(value["content"]))
-            return self.sha(self.folder / repository)
+        for value in (operation["value"] for operation in operations if operation["key"] == "file"):
+            file = self.folder / repository / value["path"]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(base64.b64decode(value["content"]))
+        return self.sha(self.folder / repository)
 
     def sha(self, folder: Path) -> str:
         return digest(repr(self.files(folder)).encode())
 
     def files(self, folder: Path) -> dict[str, str]:
         """Return the hash of every file in a folder, by its path there."""
-        with self.lock:
-            files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): self.id(file) for file in files}
-
-    def id(self, file: Path) -> str:
-        key = (file, file.stat().st_mtime_ns, file.stat().st_size)
-        if key not in self.ids or time.time_ns() - key[1] < 1e9:  # a younger file may change while its time does not
-            self.ids[key] = digest(file.read_bytes())
-        return self.ids[key]
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
 
 
 def adopt(environment: dict[str, str]) -> None:
@@ -211,23 +188,8 @@ def digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-def inside(root: Path, name: str) -> Path:
-    if not (path := Path(os.path.normpath(root / name))).is_relative_to(root):
-        raise Refusal(400, message=f"{name} leads outside")
-    return path
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-    def __init__(self, *args):
-        self.connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        super().__init__(*args)
-
-    def get_request(self):
-        connection, address = super().get_request()
-        self.connections.add(connection)
-        return connection, address
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -239,13 +201,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.hub, self.url, self.sha = self.server.hub, urlsplit(self.path), ""
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.record = Request(self.command, self.path, self.headers.get("Range"))
+        self.record = Request(self.command, self.path)
         self.hub.requests.append(self.record)
         self.fault = self.hub.fault(self.record)
-        if self.fault.silent:
-            self.hub.stopped.wait()
-            self.close_connection = True
-            return
+        if self.fault.silent and self.fault.close_after is None:
+            return self.be_silent()
         try:
             if self.fault.status:
                 raise Refusal(self.fault.status, message="a fault of the tests")
@@ -258,8 +218,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, path: str, authorization: str | None):
         self.known = authorization == f"Bearer {self.hub.token}"
-        if authorization and not self.known:
-            raise Refusal(401, message="Invalid credentials in Authorization header")
         if path == "/api/validate-yaml":
             self.reply(200, {"errors": [], "warnings": []})
         elif not self.known and self.command == "POST":
@@ -267,12 +225,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/repos/create":
             self.create(**json.loads(self.body))
         elif path.startswith("/files/"):
-            self.file(inside(self.hub.folder / "files", unquote(path.removeprefix("/files/"))))
+            self.file(self.hub.folder / unquote(path[1:]))
         elif match := RESOLVE.fullmatch(path):
             kind, name, revision, file = (unquote(part or "models") for part in match.groups())
             root = self.hub.at(self.repository(kind, name), revision)
             self.sha = self.hub.sha(root)  # in a 404 too: clients remember what a commit does not have
-            self.file(inside(root, file))
+            self.file(root / file)
         elif match := API.fullmatch(path):
             kind, name, verb, revision, file = (unquote(part or "") for part in match.groups())
             self.api(self.repository(kind, name), verb, revision or "main", file)
@@ -281,14 +239,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def repository(self, kind: str, name: str) -> str:
         """Return the key of a repository that exists, if this client may see it."""
-        if not inside(self.hub.folder / kind, name).is_dir() or (name in self.hub.private and not self.known):
+        if not (self.hub.folder / kind / name).is_dir() or (name in self.hub.private and not self.known):
             status, message = (404, "") if self.known else (401, "Invalid username or password.")
             raise Refusal(status, "RepoNotFound", message)
         return f"{kind}/{name}"
 
     def create(self, name: str, organization: str, visibility: str, **_):
         name = f"{organization}/{name}"
-        inside(self.hub.folder / "models", name).mkdir(parents=True)
+        (self.hub.folder / "models" / name).mkdir(parents=True)
         self.hub.private |= {name} if visibility == "private" else set()
         self.reply(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
@@ -301,15 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
             stats = {"private": name in hub.private, "gated": False, "disabled": False}
             self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | stats)
         elif verb == "tree":
-            if not (top := inside(root, path)).is_dir():
+            if not (top := root / path).is_dir():
                 raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")
             items = sorted(top.rglob("*") if "recursive=true" in self.url.query else top.iterdir())
             entries = [{"path": i.relative_to(root).as_posix(), "size": i.stat().st_size} for i in items]
             for item, entry in zip(items, entries, strict=True):
                 entry |= {"type": "directory" if item.is_dir() else "file", "oid": files.get(entry["path"], "0" * 40)}
             self.reply(200, entries)
-        elif revision != "main":
-            raise Refusal(404, "RevisionNotFound", f"there is no branch {revision}")
         elif verb == "preupload":  # uploads are never LFS, which is another protocol
             plain = {"uploadMode": "regular", "shouldIgnore": False}
             paths = [file["path"] for file in json.loads(self.body)["files"]]
@@ -326,11 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
         size, etag, status = len(body), f'"{digest(body)}"', 200
         headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
         headers |= {"Content-Type": "application/octet-stream"} | ({"X-Repo-Commit": self.sha} if self.sha else {})
-        self.record.size = size
-        if asked := RANGE.fullmatch(self.record.range or ""):
+        if asked := RANGE.fullmatch(self.headers.get("Range", "")):
             start, end = int(asked[1]), min(int(asked[2]) + 1, size) if asked[2] else size
-            if start >= end:
-                return self.reply(416, b"", headers | {"Content-Range": f"bytes */{size}"})
             status, body, headers["Content-Range"] = 206, body[start:end], f"bytes {start}-{end - 1}/{size}"
         self.reply(status, body, headers)
 
@@ -344,13 +297,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        step = max(1, int(fault.slow / 20)) if fault.slow else 1 << 16
         body = memoryview(body)[: fault.close_after]
-        for start in range(0, len(body), step):
-            part = body[start : start + step]
+        for start in range(0, len(body), 1 << 16):
+            part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the write, so that a client that has read all of it finds it here
             self.wfile.write(part)
-            if fault.slow and self.hub.stopped.wait(len(part) / fault.slow):
-                break
-        if fault.close_after is not None:
-            self.close_connection = True
+        if fault.silent:
+            self.be_silent()
+        self.close_connection |= fault.close_after is not None
+
+    def be_silent(self):
+        self.hub.stopped.wait()
+        self.close_connection = True

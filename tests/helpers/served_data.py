@@ -17,10 +17,9 @@ def _open(environment, fields, before, then):
         return str(error)
 
 
-def open_served(hub, folder, files, then=lambda split: split.stats, before=lambda: None, streaming=True, **more):
+def open_served(hub, folder, files, then=lambda split: split.stats, before=lambda: None):
     """Return `then(training data)` of files behind URLs, or the message of a UsageError."""
     fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "max_steps": 3}
-    fields |= {"streaming": True} if streaming else {}
-    fields |= {"cache_dir": folder / "cache", "global_batch_size": 8} | more
+    fields |= {"streaming": True, "cache_dir": folder / "cache", "global_batch_size": 8}
     (found,) = kit.spawn(1, _open, hub.environment(folder), fields, before, then, out=folder / "out")
     return found

@@ -1,21 +1,17 @@
 """Datasets and models of the Hub: looked up and fetched once, one commit for all ranks."""
 
-import hashlib
 import json
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
 
-from src.config.errors import UsageError
 from src.storage import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
 
-SHAPE = {name: value for name, value in kit.LLAMA.items() if name != "model_type"}
 TEXTS = [f"def f{n}: return self" for n in range(24)]
 
 
@@ -27,10 +23,7 @@ def put_data(hub, first: int = 0, name: str = "ds") -> None:
 
 
 def put_model(hub, seed: int) -> dict:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    model.save_pretrained(hub.folder / "models/org/model")
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return load_file(kit.save_model(hub.folder / "models/org/model", kit.LLAMA, seed) / "model.safetensors")
 
 
 @contextmanager
@@ -119,6 +112,11 @@ def every_rank_asks():
     hub_module.fetch_once = lambda key, fetch, work, what: hub_module.records.setdefault(key, fetch())
 
 
+def looked_up(requests: list) -> int:
+    """Return how often the newest commit of the model was asked for."""
+    return sum("/api/models/org/model/revision/main" in request.path for request in requests)
+
+
 def test_ranks_ask_and_fetch_once(served, trained, tmp_path):
     hub, _, new = served
     gets = [r.path for r in trained.requests if r.method == "GET" and "/resolve/" in r.path]
@@ -126,41 +124,28 @@ def test_ranks_ask_and_fetch_once(served, trained, tmp_path):
     assert {path.rpartition("/")[2] for path in gets} >= {"model.safetensors", "tokenizer.json", "train.jsonl"}
     assert commits(trained.folder / "run") == {"model": new.model, "dataset": new.data}
     assert kit.same(kit.Run(trained.folder / "run").weights, new.weights)
-
-    api = {3: sum("/api/" in r.path for r in trained.requests)}
-    for name, world, before in (("one", 1, lambda: None), ("mutant", 3, every_rank_asks)):
-        began, folder = len(hub.requests), tmp_path / name
-        train(hub.environment(folder), folder, recipe(folder), world, before)
-        api[name] = len(since(hub, began, "/api/"))
-        if name == "one":  # the weights are of the commit that the tokenizer is of, even if main moves in between
-            assert len(since(hub, began, "/api/models/org/model/revision/main")) == 1
-    # Not equal, because `datasets` asks once in each process that converts a split.
-    assert api[3] < 1.5 * api["one"] < api["mutant"], api
+    # Also, the weights are of the commit that the tokenizer is of, even if main moves in between.
+    assert looked_up(trained.requests) == 1
+    before = len(hub.requests)
+    train(hub.environment(tmp_path), tmp_path, recipe(tmp_path), 3, every_rank_asks)
+    assert looked_up(hub.requests[before:]) > 1
 
 
 def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):
     hub, old, new = served
-    losses = {"newest": kit.Run(trained.folder / "run").losses()}
-    revisions = {
-        "old": {"model_revision": old.model, "dataset_revision": old.data},
-        "old data": {"dataset_revision": old.data},
-    }
-    for name, fields in revisions.items():
-        train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / name, **fields), world=2)
-        losses[name] = kit.Run(tmp_path / name).losses()
+    revisions = {"model_revision": old.model, "dataset_revision": old.data}
+    train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "old", **revisions), world=2)
     assert commits(tmp_path / "old") == {"model": old.model, "dataset": old.data}
-    assert commits(tmp_path / "old data") == {"model": new.model, "dataset": old.data}
     assert kit.same(kit.Run(tmp_path / "old").weights, old.weights)
-
     put_data(hub, 4)
     try:
         moved = hub.sha(hub.folder / "datasets/org/ds")
         train(trained.environment, tmp_path, recipe(tmp_path, "moved"))
         assert commits(tmp_path / "moved") == {"model": new.model, "dataset": moved}
-        losses["moved"] = kit.Run(tmp_path / "moved").losses()
     finally:
         put_data(hub, 8)
-    assert len(set(map(str, losses.values()))) == 4, losses  # each is of other rows or weights
+    losses = [kit.Run(run).losses() for run in (trained.folder / "run", tmp_path / "old", tmp_path / "moved")]
+    assert len(set(map(str, losses))) == 3, losses  # each is of other rows or weights
 
 
 # ---- without an answer -----------------------------------------------------------------------------------------------
@@ -171,50 +156,25 @@ def impatient():
     hub_module.TIMEOUT = 1
 
 
-def test_training_without_a_network(served, trained, tmp_path):
-    hub, _, new = served
+@pytest.mark.parametrize("how", ["offline", "down", "silent"])
+def test_training_without_an_answer(served, hub, trained, tmp_path, how):
+    """With what was fetched earlier; without that it is refused, in seconds."""
+    _, _, new = served
+    more = {"HF_HUB_OFFLINE": "1"} if how == "offline" else {}
     hub.stop()
-    try:
-        for name, more in (("offline", {"HF_HUB_OFFLINE": "1"}), ("down", {})):
-            argv = recipe(trained.folder, output_dir=tmp_path / name)
-            text = train(trained.environment, tmp_path, argv, world=2, **more)
-            assert commits(tmp_path / name) == {"model": new.model, "dataset": new.data}
-            for repository in ("org/ds", "org/model"):
-                warning = f": {repository}: no answer"
-                assert text.count(warning) == (name == "down"), text
-        empty, words = hub.environment(tmp_path), "model_name_or_path: org/model"
-        refused(empty, tmp_path, recipe(tmp_path), words, world=2, HF_HUB_OFFLINE="1")
-    finally:
+    if how == "silent":
+        hub.faults["*/org/*"] = Fault(silent=True)
         hub.start()
-
-
-def test_record_of_a_deleted_snapshot_is_not_used(tmp_path, monkeypatch):
-    """What another program has fetched takes its place."""
-    snapshots = []
-    monkeypatch.setattr(hub_module, "is_offline", lambda: True)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **options: snapshots.pop())
-
-    def folder() -> str:
-        hub_module.records.clear()
-        return hub_module.model_folder("org/model", "main", "model", tmp_path)
-
-    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-        folder()
-    (tmp_path / "commits").mkdir()
-    name = hashlib.sha256(b"model org/model@main").hexdigest()[:32]
-    (tmp_path / "commits" / name).write_text(json.dumps({"folder": str(tmp_path / "deleted"), "commit": "1"}))
-    snapshots.append("/snapshots/2")
-    assert folder() == "/snapshots/2"
-    (tmp_path / "deleted").mkdir()
-    assert folder() == str(tmp_path / "deleted")
-    hub_module.records.clear()
-
-
-def test_silent_hub_is_given_up(hub, trained, tmp_path):
-    hub.faults["*/org/*"] = Fault(silent=True)
-    train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "run"), 2, impatient)
-    empty, words = hub.environment(tmp_path), "model_name_or_path: org/model"
-    refused(empty, tmp_path, recipe(tmp_path), words, world=2, before=impatient)
+    try:
+        argv = recipe(trained.folder, output_dir=tmp_path / "run")
+        text = train(trained.environment, tmp_path, argv, 2, impatient, **more)
+        assert commits(tmp_path / "run") == {"model": new.model, "dataset": new.data}
+        assert [text.count(f": {name}: no answer") for name in ("org/ds", "org/model")] == [how != "offline"] * 2
+        empty, words = hub.environment(tmp_path), "model_name_or_path: org/model"
+        refused(empty, tmp_path, recipe(tmp_path, "none"), words, world=2, before=impatient, **more)
+    finally:
+        if how != "silent":
+            hub.start()
 
 
 def test_private_and_missing_repositories(hub, tmp_path):

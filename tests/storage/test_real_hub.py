@@ -1,9 +1,6 @@
 """configs/finetune_hub.yaml, run on local folders in the formats of the Hub."""
 
-import json
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from tests.helpers import kit
 
@@ -21,18 +18,15 @@ CHATS = [
 
 def test_finetune_hub_config_on_chats(tmp_path):
     texts = [turn["content"] for chat in CHATS for turn in chat]
-    model = kit.tiny_tokenizer(tmp_path / "model", texts, chat_template=kit.CHATML)
-    torch.manual_seed(0)
-    shape = {k: v for k, v in kit.LLAMA.items() if k not in ("model_type", "vocab_size")}
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape)).save_pretrained(model)
+    model = kit.save_model(tmp_path / "model", kit.LLAMA | {"vocab_size": 320})
+    kit.tiny_tokenizer(model, texts, chat_template=kit.CHATML)
     (tmp_path / "chats").mkdir()
     kit.write_jsonl(tmp_path / "chats" / "train.jsonl", [{"messages": chat} for chat in CHATS[:56]])
     kit.write_jsonl(tmp_path / "chats" / "test.jsonl", [{"messages": chat} for chat in CHATS[56:]])
-    values = {"max_length": 250, "global_batch_size": 8, "max_steps": 6, "learning_rate": 5e-3, "logging_steps": 1}
+    values = {"max_length": 250, "global_batch_size": 8, "max_steps": 2}
     local = kit.flags(model_name_or_path=model, dataset_name=tmp_path / "chats", **values)
     flags = ["--config", "configs/finetune_hub.yaml", *local]
     run = kit.run_training(2, tmp_path / "run", *flags)
-    assert run.losses()[-1] < run.losses()[0]
     assert run.kind("eval")[-1]["examples"] < 8  # packed
 
     # The weight counts the tokens of the assistant only.
@@ -44,7 +38,4 @@ def test_finetune_hub_config_on_chats(tmp_path):
         if turn["role"] == "assistant"
     )
     assert run.kind("eval")[-1]["weight"] == answers
-    tuned = AutoModelForCausalLM.from_pretrained(run.folder / "final")
-    assert tuned.config.vocab_size == 320
     assert AutoTokenizer.from_pretrained(run.folder / "final").chat_template == kit.CHATML
-    assert json.loads((run.folder / "environment.json").read_text())["world_size"] == 2

@@ -28,22 +28,8 @@ def render(tokenizer, template, *arguments):
     return render_chat(tokenizer, *arguments)
 
 
-HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
 TEMPLATES = {  # and what each writes around an assistant's words
     "chatml": ((kit.REPOSITORY / "configs/chatml.jinja").read_text(), "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "llama 3": (
-        "{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<|eot_id|>",
-    ),
-    "gemma": (
-        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        "<start_of_turn>model\n",
-        "<end_of_turn>\n",
-    ),
     "mistral": (
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
         "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
@@ -53,7 +39,7 @@ TEMPLATES = {  # and what each writes around an assistant's words
     "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
 }
 # The mutant looks for the words in the text, and finds "assistant" in the header.
-WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model"]
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -82,9 +68,7 @@ GPT = {"role": "gpt", "content": "yes"}
 @pytest.mark.parametrize(
     "messages, words",
     [
-        ([{"content": "no role"}], "turn 0 has no role or"),
         ([CHAT[0], CALL], "tool_calls of turn 1"),
-        ([CHAT[0], CHAT[1] | {"thinking": "why"}], "does not write the thinking of turn 1"),
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
         ([CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
         ([PARTS, *CHAT[1:]], "content of turn 0"),
@@ -107,14 +91,6 @@ def test_templates_that_hide_the_turns_are_refused(tokenizer, template, chat, wo
         render(tokenizer, template, chat, "row 3")
 
 
-def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer):
-    template = LOOP + "<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n"
-    template += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    text, [(a, b)] = render(tokenizer, template, [CHAT[0], CALL], "row 3")
-    assert text[a:b].startswith('[{"function"')
-    assert "None" not in text
-
-
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
 
 
@@ -130,10 +106,9 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
-def test_dropped_words_are_warned_about_once(tokenizer, capsys):
+def test_dropped_words_are_warned_about(tokenizer, capsys):
     warn_once.cache_clear()
     template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    for _ in range(2):
-        render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
-    assert capsys.readouterr().err.count("warning: the chat template ") == 1
+    render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+    assert "warning: the chat template changes or drops text" in capsys.readouterr().err
