@@ -37,13 +37,24 @@ def test_weight_decay_on_two_dimensions_or_more():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
 
 
-def test_parameter_outside_all_groups_is_refused():
-    model = small_model()
-    optimizer, one_process = make(model), SimpleNamespace(is_sharded=False)
-    check_model(one_process, model, optimizer)
-    optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(UsageError, match=r"1\.weight: trainable, but in no parameter group"):
-        check_model(one_process, model, optimizer)
+class WithState(torch.nn.Identity):
+    def get_extra_state(self):
+        return {"count": 1}
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        (torch.nn.SyncBatchNorm(2), "1 is a SyncBatchNorm"),
+        (WithState(), r"1\._extra_state"),
+        (torch.nn.Linear(2, 2, bias=False), r"1\.weight: trainable, but in no parameter group"),
+    ],
+)
+def test_models_that_would_train_other_numbers_are_refused(module, text):
+    backend = SimpleNamespace(is_sharded=True, accelerator=SimpleNamespace(num_processes=2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), module)
+    with pytest.raises(UsageError, match=text):
+        check_model(backend, model, make(model[0]))
 
 
 def test_arguments_reach_the_optimizer():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from src.config.errors import UsageError
 from src.distributed import backend_checks
 from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
@@ -75,15 +74,3 @@ def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)
     reported, found = evaluated(kit.run_training(2, tmp_path / "run", *flags), tmp_path / "eval")
     assert found["loss"] != pytest.approx(reported["loss"], rel=1e-4)
-
-
-def test_synchronized_batch_norm_is_refused_on_several_processes():
-    class Two:
-        is_sharded = False
-
-        class accelerator:
-            num_processes = 2
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-    with pytest.raises(UsageError, match=r"1 is a SyncBatchNorm"):
-        backend_checks.check_model(Two, model, torch.optim.SGD(model.parameters()))
