@@ -46,8 +46,8 @@ def test_smoothing_and_class_weights_equal_torch(weighted):
         """Smooths ignored targets, too."""
         return 0.7 * F.cross_entropy(logits, targets, reduction="sum") - 0.3 * logits.log_softmax(-1).mean(-1).sum()
 
-    for given, expected in ((smoothed, of_torch), (options, lambda *given: by_hand(*given, class_weights))):
-        ours = on_logits(lambda *values, given=given: given.sums(*values, class_weights)["loss"])
+    for loss, expected in ((smoothed, of_torch), (options, lambda *given: by_hand(*given, class_weights))):
+        ours = on_logits(lambda *given, loss=loss: loss.sums(*given, class_weights)["loss"])
         assert difference(ours, *make(50), expected=on_logits(expected)) <= 1e-12
     assert difference(on_logits(mutant), *make(50), expected=on_logits(of_torch)) > 1e-3
 

@@ -5,18 +5,15 @@ import itertools
 import json
 import math
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
-from src.models.chunked_cross_entropy import score_tokens
-from src.models.model_checks import check_packing
-from src.models.varlen_attention import _document_by_document, document_bounds, use_in, varlen_attention
+from src.models.varlen_attention import document_bounds, takes_lengths, varlen_attention
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -124,135 +121,49 @@ def test_rows_equal_each_document_alone(folder, model, tolerance, attention, pac
     assert packed_and_alone(folder, model, attention, packing) <= tolerance
 
 
-OFF_SWITCHES = {
-    "a cache": lambda inputs: {"use_cache": True},
-    "a mask of ones": lambda inputs: {"attention_mask": torch.ones_like(inputs["input_ids"])},
-    "no positions": lambda inputs: {"position_ids": None},
-}
+OFF_SWITCHES = [  # without an error; transformers looks for documents in position_ids only in micro-batches of one row
+    ("sdpa", lambda inputs: {"use_cache": True}),
+    ("sdpa", lambda inputs: {"attention_mask": torch.ones_like(inputs["input_ids"])}),
+    ("eager", lambda inputs: {"position_ids": None}),
+    ("varlen", lambda inputs: {"cu_seq_lens_q": None}),
+]
 
 
-@pytest.mark.parametrize("switch", OFF_SWITCHES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention, switch", OFF_SWITCHES)
 def test_mutant_silent_off_switches_of_packing_are_caught(folder, attention, switch):
-    assert packed_and_alone(folder, "llama.yaml", attention, True, OFF_SWITCHES[switch]) > 1e-3
+    assert packed_and_alone(folder, "llama.yaml", attention, True, switch) > 1e-3
+    assert takes_lengths(attention) == (attention == "varlen")
+    assert takes_lengths("flash_attention_2")  # runs on GPUs only
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    """transformers' flash attention, of which only the kernel is computed here, document by document."""
-    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils, modeling_utils
-    from transformers.integrations.flash_attention import flash_attention_forward
-
-    def varlen_kernel(q, k, v, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, **of_keys):
-        assert causal
-        assert torch.equal(cu_seqlens_q, of_keys["cu_seqlens_k"])
-        assert max_seqlen_q == of_keys["max_seqlen_k"] >= cu_seqlens_q.diff().max()
-        return _document_by_document(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, None)
-
-    def kernel(q, k, v, causal, softmax_scale, **_):
-        rows, length = q.shape[:2]
-        bounds = document_bounds(torch.full((rows, 1), length), length)
-        lengths = (bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"], length, length)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        out = varlen_kernel(*flat, causal=causal, softmax_scale=softmax_scale, **dict(zip(names, lengths, strict=True)))
-        return out.view(q.shape)
-
-    kernels = ((kernel, varlen_kernel, None, None, None), (process_flash_kwargs, None))
-    for module in (modeling_flash_attention_utils, modeling_utils):
-        monkeypatch.setattr(module, "lazy_import_flash_attention", lambda name, **_: kernels)
-    AttentionInterface.register("flash_here", flash_attention_forward)
-    AttentionMaskInterface.register("flash_here", AttentionMaskInterface()["flash_attention_2"])
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+KINDS = [  # model_type, attention, further sizes, what the error says; None: it is exact
+    ("opt", "sdpa", {"ffn_dim": 64, "word_embed_proj_dim": 32} | NO_DROPOUT, "packing is true.*--packing false"),
+    ("bloom", "eager", {}, "packing is true.*--packing false"),  # ALiBi
+    ("opt", "varlen", {"ffn_dim": 64, "word_embed_proj_dim": 32} | NO_DROPOUT, None),
+    ("mistral", "varlen", {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5}, None),
+    ("codegen", "varlen", {"rotary_dim": 8}, "scaled_dot_product_attention"),  # needs a mask
+    ("camembert", "varlen", {}, "packing is true"),  # its positions begin at 2
+]
 
 
-def process_flash_kwargs(softmax_scale, is_causal, **given):
-    return given | {"softmax_scale": softmax_scale, "causal": is_causal}
-
-
-def test_flash_attention_has_the_lengths_of_all_rows(folder, flash):
-    assert packed_and_alone(folder, "llama.yaml", "flash_here", True) <= 1e-6
-    assert packed_and_alone(folder, "llama.yaml", "flash_here", False) <= 1e-6
-
-
-@pytest.mark.parametrize("attention", ["flash_here", "varlen"])
-def test_mutant_kernel_without_lengths_is_caught(folder, flash, attention):
-    """transformers looks for documents in position_ids only in micro-batches of one row."""
-    assert packed_and_alone(folder, "llama.yaml", attention, True, lambda inputs: {"cu_seq_lens_q": None}) > 1e-3
-
-
-def test_windows_within_documents():
-    """The kernel by documents has the window of a model's mask: a token sees itself and the `window` - 1 before it."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 50, "sliding_window": 5}
-    documents, outputs = torch.tensor([[9, 3, 0, 4], [2, 14, 0, 0]]), []
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.arange(32).view(2, 16)
-    for attention in ("eager", "varlen"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("mistral", **sizes), attn_implementation=attention
-        )
-        inputs = {"input_ids": ids, "position_ids": positions, "documents": documents}
-        outputs.append(score_tokens(model, inputs, False).hidden)
-    assert torch.allclose(*outputs, atol=1e-6)
-
-
-def test_varlen_refuses_what_it_would_ignore():
-    x = torch.randn(1, 2, 4, 8)
-    for options in ({"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}):
-        with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
-            varlen_attention(
-                None, x, x, x, **{"attention_mask": None, **document_bounds(torch.tensor([[4]]), 4), **options}
-            )
-
-
-@pytest.mark.parametrize("kind, isolates", [("llama", True), ("opt", False), ("bloom", False)])
-def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
-    more = {"llama": {"intermediate_size": 64}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more.get(kind, {})))
-    if isolates:
-        check_packing(model, model.config.vocab_size)
-        assert model.training
-    else:
-        with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
-            check_packing(model, model.config.vocab_size)
-
-
-BY_LENGTHS = {  # None: exact; else what the error says
-    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}, None),
-    "codegen": ({"rotary_dim": 8}, "scaled_dot_product_attention"),
-    "gpt_oss": ({"num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 2}, "scaled_dot_product_attention"),
-    "camembert": ({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "packing is true"),
-}
-
-
-@pytest.mark.parametrize("kind", BY_LENGTHS)
-def test_by_lengths_a_model_is_exact_or_refused(folder, kind):
-    """codegen needs a mask, gpt_oss has sinks, and the positions of camembert begin at 2."""
-    sizes, error = BY_LENGTHS[kind]
-    kit.write_yaml(
-        folder / f"{kind}.yaml",
-        {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2} | sizes,
-    )
+@pytest.mark.parametrize("kind, attention, sizes, error", KINDS)
+def test_packing_is_exact_or_refused(folder, kind, attention, sizes, error):
+    common = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    kit.write_yaml(folder / f"{kind}.yaml", common | sizes)
     if error is None:
-        assert packed_and_alone(folder, f"{kind}.yaml", "varlen", True) <= 1e-10
+        assert packed_and_alone(folder, f"{kind}.yaml", attention, True) <= 1e-6
     else:
-        task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation="varlen", packing=True)
+        task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation=attention, packing=True)
         with pytest.raises(UsageError, match=error):
             task.build()
 
 
-def test_positions_that_do_not_restart_are_refused():
-    """By its lengths, attention stays within documents, but GPT-2 also adds an embedding of the position."""
-    torch.manual_seed(0)
-    model = use_in(AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.EXACT)))
-    check_packing(model, model.config.vocab_size)
-    drop = lambda module, arguments, named: (arguments, named | {"position_ids": None})  # noqa: E731
-    model.base_model.register_forward_pre_hook(drop, with_kwargs=True)
-    with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
-        check_packing(model, model.config.vocab_size)
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])
+def test_varlen_refuses_what_it_would_ignore(option):
+    x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([[4]]), 4)
+    with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
+        varlen_attention(None, x, x, x, **options | option)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -310,26 +221,19 @@ def test_messages_train_on_the_assistants_turns(folder, tokenizer, packing):
     assert batch.sums["bytes"] == spoken  # a chat's first token is a header's
 
 
-MARKED = "{{% if m.role == 'assistant' %}}{{% generation %}}{0}{{% endgeneration %}}{{% else %}}{0}{{% endif %}}"
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_tools_and_reasoning_of_a_row_reach_the_model(folder, tokenizer, marked):
-    words = "{% if m.thinking %}{{ m.thinking }}: {% endif %}{{ m.content }}"
+def test_marked_turns_tools_and_reasoning_of_a_row_reach_the_model(folder, tokenizer):
     (folder / "tools.jinja").write_text(
         "{% for tool in tools or [] %}<|system|>{{ tool.name }}{% for key in tool.of %} {{ key }}{% endfor %}. {% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>"
-        + (MARKED.format(words) if marked else words)
-        + ". {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.thinking or '' }}: "
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}. {% endfor %}"
     )
     chats = as_rows(CHATS[1][::-1], CHATS[1][::-1])
     chats[0]["messages"][1]["thinking"] = "row"
     chats[0]["tools"] = [{"name": "def", "of": {"if": 1}}, {"name": "return", "of": {"else": 1}}]
     _, rows, batch, _ = open_batch(folder, chats, chat_template=folder / "tools.jinja")
-    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
-    chat = "<|user|>self. <|assistant|>"
-    assert texts == [f"<|system|>def if. <|system|>return else. {chat}row: import. ", f"{chat}import. "]
-    assert tokenizer.decode(target_rows(batch)[0]).startswith("row: import")
+    texts, chat = [tokenizer.decode(row["input_ids"]) for row in rows], "<|user|>self. <|assistant|>"
+    assert texts == [f"<|system|>def if. <|system|>return else. {chat}row: import. ", f"{chat}: import. "]
+    assert [tokenizer.decode(row) for row in target_rows(batch)] == ["row: import", ": import"]
 
 
 def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
@@ -343,18 +247,15 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
-@pytest.mark.parametrize("adds_eos", [True, False])
-def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer, adds_eos):
-    eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{tokenizer.eos_token}"], copy.deepcopy(tokenizer)
-    if adds_eos:
-        rule = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
-        changed.backend_tokenizer.post_processor = rule
+def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer):
+    """Of a tokenizer that ends each text with one."""
+    eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{EOS}"], copy.deepcopy(tokenizer)
+    changed.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {EOS}", special_tokens=[(EOS, eos)])
     changed.save_pretrained(folder / "own")
-    heads, rows = tokenizer(texts)["input_ids"], [{"prompt": text, "completion": "if"} for text in texts]
+    rows = [{"prompt": text, "completion": "if"} for text in texts]
     _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
     tail = [*tokenizer("if")["input_ids"], eos]
-    assert heads[1][-1] == eos
-    assert [row["input_ids"].tolist() for row in rows] == [head + tail for head in heads]
+    assert [row["input_ids"].tolist() for row in rows] == [ids + tail for ids in tokenizer(texts)["input_ids"]]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -377,27 +278,9 @@ def test_input_ids_are_used_as_they_are(folder, packing):
     assert batch.sums["bytes"] == 0  # unknown: there is no text
 
 
-ALPACA = {"instruction": "def", "input": "f", "output": "return"}
-SHAREGPT = {"conversations": [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]}
-
-
-@pytest.mark.parametrize(
-    "row, text", [(ALPACA, "def\nf\nreturn"), (SHAREGPT, f"<|user|>def{EOS}\n<|assistant|>return")]
-)
-def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenizer, row, text):
-    with pytest.raises(UsageError, match="no usable column") as error:
-        open_batch(folder, [row])
-    conversion = str(error.value).partition("convert the file once, by ")[2]
-    values = {"FILE": str(folder / "rows.jsonl"), "NEW": str(folder / "new.jsonl"), "datasets": datasets}
-    exec(conversion, values)
-    _, rows, _, _ = open_batch(folder, [json.loads((folder / "new.jsonl").read_text())])
-    assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
-
-
-@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 1], [1, 1, 2]])
-def test_mask_of_padding_is_refused(folder, mask):
+def test_mask_of_padding_is_refused(folder):
     with pytest.raises(UsageError, match=r"rows\.jsonl, .*`attention_mask`"):
-        open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": mask}])
+        open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}])
 
 
 def test_ignored_columns_are_warned_about(folder, capfd):
@@ -441,60 +324,39 @@ def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, max_leng
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-CAPPED = SMALL | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
-NARROWED = SMALL | {
-    "model_type": "electra",
-    "embedding_size": 16,
-    "hidden_dropout_prob": 0.0,
-}  # a layer before the head
 
-
-@pytest.mark.parametrize("config", [CAPPED, NARROWED | {"attention_probs_dropout_prob": 0.0}])
-def test_heads_that_are_not_plain_are_seen(folder, tmp_path, config):
-    task, _, batch, _ = open_batch(folder, "train.jsonl", model_config=kit.write_yaml(tmp_path / "model.yaml", config))
-    model = task.build()
+def test_heads_that_are_not_plain_are_seen(folder, tmp_path):
+    """The mutant computes the loss of capped logits from hidden states."""
+    capped = kit.LLAMA | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}
+    task, _, batch, _ = open_batch(folder, "train.jsonl", model_config=kit.write_yaml(tmp_path / "model.yaml", capped))
+    model = task.build().eval()
     assert not task.plain_head
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(40)  # logits as large as those of a trained model
-        logits = model.eval()(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
+        logits = model(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
         expected = F.cross_entropy(logits, batch.inputs["targets"].flatten(), reduction="sum").item()
         assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
-        assert task.loss(model.train(), batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
-        if config is CAPPED:  # the mutant; the shapes of the other one do not match
-            task.plain_head = True
-            assert task.loss(model, batch.inputs)["loss"].item() != pytest.approx(expected, rel=1e-2)
+        task.plain_head = True
+        assert task.loss(model, batch.inputs)["loss"].item() != pytest.approx(expected, rel=1e-2)
 
 
 # ---- what training leaves --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
-    """A short run of a model with tied embeddings, from the command to final/."""
-    out = tmp_path_factory.mktemp("trained")
-    fields = {"tokenizer_name": folder / "tokenizer", "dtype": "float64", "max_length": 128, "packing": True}
-    fields |= {"train_file": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
-    fields |= {"global_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
-    fields |= {"sample_prompt": "def", "sample_tokens": 12}
-    return kit.run_training(1, out / "run", *kit.flags(model_config=folder / "dropout.yaml", **fields))
-
-
-def test_final_loads_with_transformers(trained):
-    final = trained.folder / "final"
+def test_final_loads_with_transformers_and_says_the_printed_sample(folder, tmp_path):
+    """A model with tied embeddings and dropout, from the command to final/."""
+    fields = {"model_config": folder / "dropout.yaml", "tokenizer_name": folder / "tokenizer", "dtype": "float64"}
+    fields |= {"train_file": folder / "train.jsonl", "max_length": 128, "packing": True, "global_batch_size": 8}
+    fields |= {"max_steps": 6, "learning_rate": 1e-2, "sample_prompt": "def", "sample_tokens": 12}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields))
+    final = run.folder / "final"
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert "lm_head.weight" not in trained.weights
     text = pipeline("text-generation", model=str(final))("def", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert text.startswith("def")
-
-
-def test_printed_sample_is_the_final_models_without_dropout(folder, trained):
-    printed = trained.folder.with_suffix(".out").joinpath("rank0.txt").read_text()
-    task, _ = open_data(folder, model="dropout.yaml", sample_prompt="def", sample_tokens=12, dtype="float64")
-    sample = task.sample(task.build(str(trained.folder / "final")).train())
-    assert sample.startswith("def")
+    task, _ = kit.open_data(**fields)
+    sample = task.sample(task.build(str(final)).train())
     assert len(sample) > 3
-    assert sample in printed
+    assert sample in (tmp_path / "run.out" / "rank0.txt").read_text()
