@@ -1,6 +1,5 @@
 """Plain torch modules: trained, saved, resumed and evaluated without a field or method of transformers."""
 
-import json
 import types
 
 import pytest
@@ -29,25 +28,20 @@ def test_training_does_not_depend_on_the_split(plain, one, tmp_path, world):
     assert run.kind("eval")[-1] == pytest.approx(one.kind("eval")[-1])
 
 
-@pytest.mark.parametrize("fields", [{}, {"teacher": True}], ids=str)
-def test_killed_run_resumes_bitwise_and_eval_finds_its_numbers(plain, one, tmp_path, fields):
+def test_killed_run_with_a_frozen_part_resumes_bitwise_and_eval_finds_its_numbers(plain, tmp_path):
     """Killed after step 16; final/ and every checkpoint hold the saved part only."""
-    straight = one if not fields else kit.run_training(1, tmp_path / "straight", *flags(plain, **fields))
-    folder = kit.rewind(straight.folder, 16, tmp_path / "run")
-    run = kit.run_training(1, folder, *flags(plain, **fields))
+    argv = flags(plain, teacher=True)
+    straight = kit.run_training(1, tmp_path / "straight", *argv)
+    run = kit.run_training(1, kit.rewind(straight.folder, 16, tmp_path / "run"), *argv)
     assert kit.same(run.weights, straight.weights)
-    assert kit.timeless(folder) == kit.timeless(straight.folder)
+    assert kit.timeless(run.folder) == kit.timeless(straight.folder)
     assert run.weights.keys() == Net().state_dict().keys()
-    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", folder) == straight.kind("eval")[-1]
+    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", run.folder) == straight.kind("eval")[-1]
 
 
-def test_final_says_what_it_is(one, plain, tmp_path):
-    final = one.folder / "final"
-    config = json.loads((final / "config.json").read_text())
-    assert (config["task"], config["architectures"], config["net"]["width"]) == ("plain", ["Net"], 16)
-    assert "library_name" not in (final / "README.md").read_text()
+def test_final_is_evaluated_by_its_name(one, plain, tmp_path):
     data = kit.flags(task="plain", validation_file=plain["validation_file"], dtype="float64")
-    line = kit.run_evaluation(1, tmp_path / "eval", "--model_name_or_path", final, *data)
+    line = kit.run_evaluation(1, tmp_path / "eval", "--model_name_or_path", one.folder / "final", *data)
     assert {**line, "step": 24} == one.kind("eval")[-1]
 
 
@@ -58,14 +52,12 @@ def build(folder, dtype="float32", **options) -> torch.nn.Module:
     return build_plain_model(RunConfig(model_name_or_path=str(folder), dtype=dtype), lambda: Net(**options))
 
 
-def test_weights_that_do_not_fit_are_named_in_one_error(tmp_path):
-    state = Net(width=16).state_dict()
-    del state["enter.bias"], state["shift"]
-    save_file(state | {"else": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError) as raised:
-        build(tmp_path, width=4)
-    for part in ('"shift", "enter.bias"', '"else"', "size mismatch"):
-        assert part in str(raised.value)
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    state = Net().state_dict()
+    del state["enter.bias"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"enter\.bias"):
+        build(tmp_path)
 
 
 def test_tied_weights_load_from_one_name_or_all(tmp_path):

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
@@ -160,6 +161,9 @@ def test_regression_loss_is_that_of_transformers(folder, tmp_path):
     checks.check_rows_are_independent(task, model, rows, training=False)
     sums, values = checks.run_batch(task, model, rows, training=False)
     assert sums["loss"] == pytest.approx(sum(expected), rel=1e-9)
-    errors = values["prediction"] - [row["label"] for row in rows]
+    numbers = pandas.DataFrame({"prediction": values["prediction"], "label": [row["label"] for row in rows]})
+    errors = numbers["prediction"] - numbers["label"]
     mse, mae = np.mean(errors**2), np.mean(np.abs(errors))
     assert task.metrics(sums, 9) == {"mse": pytest.approx(mse), "mae": pytest.approx(mae)}
+    for name, correlation in task.row_metrics(values).items():
+        assert correlation == pytest.approx(numbers.corr(name).loc["prediction", "label"])
