@@ -135,33 +135,22 @@ def language_model(tmp_path_factory):
     return task, model, splits["train"].rows(np.arange(checks.ROWS))
 
 
-def means(loss):
-    return lambda model, inputs: {
-        name: value / (inputs["targets"] != -100).sum() for name, value in loss(model, inputs).items()
-    }
+MUTANTS = {
+    "it is a mean": lambda sums, inputs: {
+        name: value / (inputs["targets"] != -100).sum() for name, value in sums.items()
+    },
+    "depends on the rows or the padding beside it": lambda sums, inputs: {
+        name: value * inputs["input_ids"].shape[1] for name, value in sums.items()
+    },
+    "waits for the device": lambda sums, inputs: sums if inputs["targets"].max().item() else {},
+}
 
 
-def coupled(loss):
-    return lambda model, inputs: {
-        name: value * inputs["input_ids"].shape[1] for name, value in loss(model, inputs).items()
-    }
-
-
-def waiting(loss):
-    return lambda model, inputs: loss(model, inputs) if inputs["targets"].max().item() else {}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (means, "it is a mean"),
-        (coupled, "depends on the rows or the padding beside it"),
-        (waiting, "waits for the device"),
-    ],
-)
-def test_mutant_loss_is_named(language_model, monkeypatch, change, message):
+@pytest.mark.parametrize("message", MUTANTS)
+def test_mutant_loss_is_named(language_model, monkeypatch, message):
     task, model, rows = language_model
-    monkeypatch.setattr(task, "loss", change(task.loss))
+    loss = task.loss
+    monkeypatch.setattr(task, "loss", lambda model, inputs: MUTANTS[message](loss(model, inputs), inputs))
     with pytest.raises(AssertionError, match=message):
         checks.check_rows_are_independent(task, model, rows, training=False)
 

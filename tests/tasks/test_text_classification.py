@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from fractions import Fraction
 
 import datasets
 import numpy as np
@@ -118,15 +117,11 @@ def test_class_labels_keep_the_order_of_their_names(folder):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def macro_f1(predictions, references):
-    """F1 from the counts of a plain loop, in exact fractions."""
-    counts = Counter(zip(predictions, references, strict=True))
-    scores = []
-    for label in {*predictions, *references}:
-        hit = counts[label, label]
-        missed = sum(n for (p, r), n in counts.items() if (p == label) != (r == label))
-        scores.append(Fraction(2 * hit, 2 * hit + missed))
-    return float(sum(scores) / len(scores))
+def macro_f1(guesses, truth):
+    """The mean over the labels of 2 × hits / (guesses and true ones of a label)."""
+    hits = Counter(guess for guess, true in zip(guesses, truth, strict=True) if guess == true)
+    both = Counter(guesses) + Counter(truth)
+    return sum(2 * hits[label] / count for label, count in both.items()) / len(both)
 
 
 def test_numbers_equal_a_plain_loop_over_single_texts(folder, tmp_path):
