@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.host_group import HostGroup
+from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
 
@@ -155,47 +155,33 @@ def test_one_gradient_reduction_and_one_small_vector_per_step(files, tmp_path):
 # ---- no wait for the device ------------------------------------------------------------------------------------------
 
 
-class Syncs(TorchDispatchMode):
-    """Counts what would make the host wait for a device: reading the value of a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
-def _count_syncs(argv, mutant: bool):
-    counts = []
-    gradient, update = train.compute_gradient, train.optimizer_step
+def _train_without_waiting(argv, mutant: bool) -> int:
+    """Train; return the number of gradients and updates in which no operation made the host wait for the device."""
+    gradient, update, calls = train.compute_gradient, train.optimizer_step, []
 
     def watched(function):
         def call(*args):
-            with Syncs() as syncs:
+            with NoWaiting():
                 result = function(*args)
                 if mutant and function is gradient:
                     result.losses.sum().item()
-            counts.append(syncs.count)
+            calls.append(function)
             return result
 
         return call
 
     train.compute_gradient, train.optimizer_step = watched(gradient), watched(update)
     train.main([str(word) for word in argv])
-    return counts
+    return len(calls)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
     flags = recipe(files, dtype="float32", per_device_batch_size=8, max_steps=6, logging_steps=100)
     argv = [*flags, "--output_dir", tmp_path / "run"]
-    for counts in kit.spawn(world, _count_syncs, argv, False, out=tmp_path / "out"):
-        assert counts == [0] * 12
-    if world == 1:
-        mutant = kit.spawn(1, _count_syncs, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")
-        assert sum(mutant[0]) == 6
+    assert kit.spawn(world, _train_without_waiting, argv, False, out=tmp_path / "out") == [12] * world
+    with pytest.raises(kit.RankFailed, match="_local_scalar_dense, for which the host waits"):
+        kit.spawn(world, _train_without_waiting, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")
 
 
 # ---- the gradient scaler of fp16 -------------------------------------------------------------------------------------
