@@ -25,7 +25,7 @@ def recipe(files, model="exact.yaml", **flags):
         "weight_decay": 0.1,
         "logging_steps": 1,
     } | flags
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+    return kit.flags(**values)
 
 
 @pytest.fixture(scope="module")
