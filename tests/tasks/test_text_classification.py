@@ -26,15 +26,13 @@ def folder(tmp_path_factory):
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
 
-    def rows(count):
-        for _ in range(count):
-            color = generator.integers(0, 3)
-            text = generator.permutation([LABELS[color], *generator.choice(words[3:], generator.integers(1, 20))])
-            noisy = (color + (generator.random() < 0.2)) % 3
-            yield {"text": " ".join(text), "other": str(generator.choice(words)), "label": LABELS[noisy]}
-
     for name, count in (("train", 160), ("validation", 47)):
-        kit.write_jsonl(folder / f"{name}.jsonl", rows(count))
+        rows = []
+        for color in generator.integers(0, 3, count):
+            text = generator.permutation([LABELS[color], *generator.choice(words[3:], generator.integers(1, 20))])
+            label = LABELS[(color + (generator.random() < 0.2)) % 3]
+            rows.append({"text": " ".join(text), "other": str(generator.choice(words)), "label": label})
+        kit.write_jsonl(folder / f"{name}.jsonl", rows)
     kit.write_yaml(folder / "bert.yaml", BERT)
     return folder
 
