@@ -7,25 +7,15 @@ import torch
 
 from src.training.meter import StepLosses
 from tests.helpers import kit
+from tests.training import test_step
 
 pytestmark = pytest.mark.conformance
 
 STEPS = 60
 
 
-def recipe(files, model="exact.yaml", **flags):
-    values = {
-        "model_config": files / model,
-        "train_file": files / "train.jsonl",
-        "dtype": "float64",
-        "global_batch_size": 32,
-        "max_steps": STEPS,
-        "learning_rate": 3e-3,
-        "warmup_steps": 5,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-    } | flags
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+def recipe(files, model="exact.yaml", **fields):
+    return test_step.recipe(files, **{"model_config": files / model, "max_steps": STEPS} | fields)
 
 
 @pytest.fixture(scope="module")

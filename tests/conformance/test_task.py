@@ -2,8 +2,6 @@
 
 tests/addons/tasks/test_conformance.py runs the same tests for the tasks of addons/."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -120,12 +118,9 @@ def test_evaluation_on_three_processes_equals_that_of_training(opened, whole, tm
 
 
 def test_interrupted_run_resumes_bitwise(flags, whole, tmp_path):
-    shutil.copytree(whole.folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "final")
-    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
     config = yaml.safe_load((whole.folder / "config.yaml").read_text())
     flags = [*flags, *kit.flags(per_device_batch_size=config["per_device_batch_size"])]
-    run = kit.run_training(1, tmp_path / "run", *flags)
+    run = kit.run_training(1, kit.rewind(whole.folder, config["save_steps"], tmp_path / "run"), *flags)
     assert kit.same(run.weights, whole.weights)
     assert kit.timeless(run.folder) == kit.timeless(whole.folder)
 
@@ -140,33 +135,22 @@ def language_model(tmp_path_factory):
     return task, model, splits["train"].rows(np.arange(checks.ROWS))
 
 
-def means(loss):
-    return lambda model, inputs: {
-        name: value / (inputs["targets"] != -100).sum() for name, value in loss(model, inputs).items()
-    }
+MUTANTS = {
+    "it is a mean": lambda sums, inputs: {
+        name: value / (inputs["targets"] != -100).sum() for name, value in sums.items()
+    },
+    "depends on the rows or the padding beside it": lambda sums, inputs: {
+        name: value * inputs["input_ids"].shape[1] for name, value in sums.items()
+    },
+    "waits for the device": lambda sums, inputs: sums if inputs["targets"].max().item() else {},
+}
 
 
-def coupled(loss):
-    return lambda model, inputs: {
-        name: value * inputs["input_ids"].shape[1] for name, value in loss(model, inputs).items()
-    }
-
-
-def waiting(loss):
-    return lambda model, inputs: loss(model, inputs) if inputs["targets"].max().item() else {}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (means, "it is a mean"),
-        (coupled, "depends on the rows or the padding beside it"),
-        (waiting, "waits for the device"),
-    ],
-)
-def test_mutant_loss_is_named(language_model, monkeypatch, change, message):
+@pytest.mark.parametrize("message", MUTANTS)
+def test_mutant_loss_is_named(language_model, monkeypatch, message):
     task, model, rows = language_model
-    monkeypatch.setattr(task, "loss", change(task.loss))
+    loss = task.loss
+    monkeypatch.setattr(task, "loss", lambda model, inputs: MUTANTS[message](loss(model, inputs), inputs))
     with pytest.raises(AssertionError, match=message):
         checks.check_rows_are_independent(task, model, rows, training=False)
 

@@ -72,8 +72,8 @@ def difference(function, *arguments, expected=plain):
 
 @pytest.mark.parametrize("rows", [0, 1, CHUNK, CHUNK + 1, 50])
 def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
-    for bias, ignored in ((True, 0.3), (False, 0.3), (True, 1.1)):
-        assert difference(ours, *make(rows, bias=bias, ignored=ignored)) <= 1e-10
+    for options in ({}, {"bias": False}, {"ignored": 1.1}):
+        assert difference(ours, *make(rows, **options)) <= 1e-10
     for frozen in (0, 1):
         arguments = make(rows)
         arguments[frozen].requires_grad_(False)
@@ -82,7 +82,6 @@ def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
     logits, targets = F.linear(*arguments[:3]), arguments[3]
     assert loss.item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
     assert correct.item() == (logits.argmax(-1) == targets).sum()
-    assert loss.dtype == correct.dtype == torch.float64
     assert rows < 50 or difference(mean_of_means, *make(rows)) > 1e-3
 
 
@@ -95,14 +94,11 @@ def test_under_bfloat16_the_sum_is_float32(small_chunks, form):
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
         loss, *gradients = with_gradients(ours, *arguments)
         score, _ = scores(*arguments)
-    assert loss.dtype == torch.float32
-    assert [g.dtype for g in gradients] == [x.dtype for x in arguments[:3]]
+    assert [x.dtype for x in (loss, *gradients)] == [torch.float32, *(x.dtype for x in arguments[:3])]
     # A sum kept in bfloat16 would be a multiple of 1 or 2 here, off by more than rounding the logits is.
-    exact = with_gradients(plain, *[x.double() if x.is_floating_point() else x for x in arguments])
-    assert loss.item() == pytest.approx(exact[0].item(), rel=5e-3)
+    exact = plain(*[x.double() if x.is_floating_point() else x for x in arguments]).item()
+    assert loss.item() == pytest.approx(exact, rel=5e-3)
     assert score.item() == pytest.approx(loss.item(), rel=1e-5)
-    for got, expected in zip(gradients, exact[1:], strict=True):
-        assert (got - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
 def recomputed_in_chunks(hidden, weight, bias, targets):
@@ -177,43 +173,22 @@ def test_three_matrix_products(small_chunks, low):
 # ---- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_once_for_any_number_of_rows(capsys):
+def test_compiled_once_for_any_number_of_rows():
     """inductor on a CPU: the function that accelerators run, by the same path."""
     from torch._dynamo.utils import counters
 
     compiled = CompiledOnAccelerators(chunked_cross_entropy._sums_of_rows.function, uncompiled_devices=())
     before = counters["stats"]["unique_graphs"]
+
+    def loss(hidden, weight, bias, targets):
+        arguments = (hidden * 1, targets, weight, bias, PLAIN, True)
+        assert compiled.compiles(*arguments)
+        return compiled(*arguments)["loss"]
+
     for rows in (50, 0, 1, 300):
-        hidden, weight, bias, targets = make(rows, torch.float32)
-        arguments = (hidden * 1, targets, weight, bias, PLAIN)
-        assert compiled.compiles(*arguments, True)
-        gradients = torch.autograd.grad(compiled(*arguments, True)["loss"], (hidden, weight, bias))
-        expected = with_gradients(lambda *given: plain(*given) / 0.37, hidden, weight, bias, targets)[1:]
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(gradients, expected, strict=True))
-        with torch.no_grad():
-            assert compiled.compiles(*arguments, False)
-            loss, correct = compiled(*arguments, False).values()
-        expected = chunked_cross_entropy.sums_from_logits(F.linear(hidden, weight, bias), targets, False)
-        assert loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
-        assert correct == expected["correct"]
-    assert counters["stats"]["unique_graphs"] - before == 2  # training and evaluation
-    assert capsys.readouterr().err == ""
-
-
-def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp_path, monkeypatch):
-    from torch._inductor import config
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    function = chunked_cross_entropy._sums_of_rows.function
-    compiled = CompiledOnAccelerators(lambda *given: function(*given), uncompiled_devices=())
-    hidden, weight, bias, targets = make(50)
-    arguments = (hidden, targets, weight, bias, CrossEntropy(), True)
-    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
-        assert not compiled.compiles(*arguments)
-        assert not compiled.compiles(*arguments)
-    assert torch.equal(compiled(*arguments)["loss"], plain(hidden, weight, bias, targets))
-    [line] = capsys.readouterr().err.splitlines()
-    assert "torch.compile failed" in line
+        pairs = zip(*(with_gradients(each, *make(rows, torch.float32)) for each in (loss, plain)), strict=True)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -258,9 +233,7 @@ def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
 
 
 def test_an_accelerator_computes_all_logits_at_once_if_they_fit():
-    gib = 1 << 30
-    rows, bytes_per_row = 32_768, 2 * 50_304
-    assert chunked_cross_entropy.fitting_rows(rows, bytes_per_row, 80 * gib) == rows  # 3.1 of 10 GiB
+    gib, rows, bytes_per_row = 1 << 30, 32_768, 2 * 50_304  # 3.1 GiB of logits
+    assert chunked_cross_entropy.fitting_rows(rows, bytes_per_row, 80 * gib) == rows
     chunk = chunked_cross_entropy.fitting_rows(rows, bytes_per_row, 24 * gib)
     assert 0.7 * gib < chunk * bytes_per_row <= 0.75 * gib
-    assert chunked_cross_entropy.fitting_rows(rows, 1 << 40, 24 * gib) == CHUNK  # never a matrix product of a few rows

@@ -91,18 +91,12 @@ def _all_through(models: list[tuple], folder) -> list[tuple[float, float]]:
     return [_through(*model, folder) for model in models]
 
 
-def check(models: list[tuple], folder) -> None:
-    """Run all models in one process; a model that fails is the last in its output."""
-    losses = kit.spawn(1, _all_through, models, folder, out=folder / "out", timeout=600)[0]
+PARTS = [pytest.param(MORE[first : first + 12], marks=pytest.mark.cluster) for first in range(0, len(MORE), 12)]
+
+
+@pytest.mark.parametrize("models", [FEW, *PARTS])
+def test_models_train_save_and_evaluate(tmp_path, models):
+    """All in one process; a model that fails is the last in its output."""
+    losses = kit.spawn(1, _all_through, models, tmp_path, out=tmp_path / "out", timeout=600)[0]
     for model, (trained, evaluated) in zip(models, losses, strict=True):
         assert trained == evaluated, model
-
-
-def test_models_of_each_kind_train_save_and_evaluate(tmp_path):
-    check(FEW, tmp_path)
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("first", range(0, len(MORE), 12))
-def test_models_train_save_and_evaluate(tmp_path, first):
-    check(MORE[first : first + 12], tmp_path)

@@ -1,22 +1,18 @@
 """Language models: the targets of a row, packed documents that do not see each other, exact numbers."""
 
 import copy
-import itertools
 import json
 import math
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
-from src.models.chunked_cross_entropy import score_tokens
-from src.models.model_checks import check_packing
-from src.models.varlen_attention import _document_by_document, document_bounds, use_in, varlen_attention
+from src.models.varlen_attention import document_bounds, takes_lengths, varlen_attention
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -29,10 +25,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
     generator = np.random.default_rng(0)
     words = ["def", "return", "self", "für", "x", "漢字", "import", "naïve", "if", "🙂", "else", "(a, b)"]
-    for name, count in (("train", 90), ("validation", 41)):
-        sizes = 2 + (30 * generator.random(count) ** 2).astype(int)
-        texts = [" ".join(["row", *generator.choice(words, n)]) for n in sizes]
-        kit.write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in texts])
+    sizes = 2 + (30 * generator.random(90) ** 2).astype(int)
+    kit.write_jsonl(folder / "train.jsonl", [{"text": " ".join(["row", *generator.choice(words, n)])} for n in sizes])
     kit.tiny_tokenizer(folder / "tokenizer", ["def return self import if else row"] * 3, chat_template=kit.CHATML)
     for name, config in (("gpt2", kit.EXACT), ("llama", kit.LLAMA), ("dropout", kit.GPT2)):
         kit.write_yaml(folder / f"{name}.yaml", {k: v for k, v in config.items() if k != "vocab_size"})
@@ -70,50 +64,34 @@ def target_rows(batch):
     return [[t for t in row if t != -100] for row in batch.inputs["targets"].tolist()]
 
 
-def flat(lists):
-    """Return all items of the lists, sorted: packing changes the order of documents."""
-    return sorted(itertools.chain.from_iterable(lists))
-
-
 # ---- packed documents do not see each other --------------------------------------------------------------------------
 
 
-def alone(model, documents):
-    """Return (summed loss, gradients) of the documents, each in a forward pass of its own: the reference."""
-    total = sum(F.cross_entropy(model(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in documents)
-    return total.item(), torch.autograd.grad(total, list(model.parameters()))
-
-
-def deviation(one, other):
-    """Return the largest relative difference of two (loss, gradients)."""
-    largest = max(g.abs().max() for g in other[1])
-    gradients = max((a - b).abs().max() / largest for a, b in zip(one[1], other[1], strict=True))
-    return max(abs(one[0] - other[0]) / other[0], gradients.item())
-
-
-def packed_and_alone(folder, model, attention, packing, change=None):
-    """Return the deviation of the task's loss and gradients from the documents alone; `change` edits the model's input."""
+def packed_and_alone(folder, model, attention, packing, change=None) -> float:
+    """Return the deviation of the task's loss and gradient from the documents alone; `change` edits the model's input."""
     task, splits = open_data(folder, model=model, dtype="float64", attn_implementation=attention, packing=packing)
-    rows = everything(splits["train"])
-    network = task.build().train()
-    documents = []
+    rows, network, documents = everything(splits["train"]), task.build().train(), []
     for row in rows:
         ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
         documents += [torch.tensor(d).long() for d in np.split(row["input_ids"], ends[:-1])]
     assert len(documents) == 90
     assert (len(rows) < 60) == packing
-    reference = alone(network, documents)
+
+    def summed(losses) -> tuple[float, torch.Tensor]:
+        losses = [(loss.backward(), loss.item())[1] for loss in losses]
+        gradient = torch.cat([p.grad.flatten() for p in network.parameters()])
+        network.zero_grad()
+        return sum(losses), gradient
+
+    expected, reference = summed(
+        F.cross_entropy(network(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in documents
+    )
     if change is not None:
         forward = network.base_model.forward
         network.base_model.forward = lambda **inputs: forward(**inputs | change(inputs))
-    total, gradients = 0.0, None
-    for start in range(0, len(rows), 2):
-        batch = task.collate(rows[start : start + 2], True)
-        loss = task.loss(network, batch.inputs)["loss"]
-        total += loss.item()
-        more = torch.autograd.grad(loss, list(network.parameters()))
-        gradients = more if gradients is None else [a + b for a, b in zip(gradients, more, strict=True)]
-    return deviation((total, gradients), reference)
+    batches = (task.collate(rows[start : start + 2], True) for start in range(0, len(rows), 2))
+    loss, gradient = summed(task.loss(network, batch.inputs)["loss"] for batch in batches)
+    return max(abs(loss - expected) / expected, ((gradient - reference).abs().max() / reference.abs().max()).item())
 
 
 # Llama's RMSNorm and rotary embedding compute in float32 whatever the weights are, GPT-2 computes in float64.
@@ -124,135 +102,49 @@ def test_rows_equal_each_document_alone(folder, model, tolerance, attention, pac
     assert packed_and_alone(folder, model, attention, packing) <= tolerance
 
 
-OFF_SWITCHES = {
-    "a cache": lambda inputs: {"use_cache": True},
-    "a mask of ones": lambda inputs: {"attention_mask": torch.ones_like(inputs["input_ids"])},
-    "no positions": lambda inputs: {"position_ids": None},
-}
+OFF_SWITCHES = [  # without an error; transformers looks for documents in position_ids only in micro-batches of one row
+    ("sdpa", lambda inputs: {"use_cache": True}),
+    ("sdpa", lambda inputs: {"attention_mask": torch.ones_like(inputs["input_ids"])}),
+    ("eager", lambda inputs: {"position_ids": None}),
+    ("varlen", lambda inputs: {"cu_seq_lens_q": None}),
+]
 
 
-@pytest.mark.parametrize("switch", OFF_SWITCHES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention, switch", OFF_SWITCHES)
 def test_mutant_silent_off_switches_of_packing_are_caught(folder, attention, switch):
-    assert packed_and_alone(folder, "llama.yaml", attention, True, OFF_SWITCHES[switch]) > 1e-3
+    assert packed_and_alone(folder, "llama.yaml", attention, True, switch) > 1e-3
+    assert takes_lengths(attention) == (attention == "varlen")
+    assert takes_lengths("flash_attention_2")  # runs on GPUs only
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    """transformers' flash attention, of which only the kernel is computed here, document by document."""
-    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils, modeling_utils
-    from transformers.integrations.flash_attention import flash_attention_forward
-
-    def varlen_kernel(q, k, v, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, **of_keys):
-        assert causal
-        assert torch.equal(cu_seqlens_q, of_keys["cu_seqlens_k"])
-        assert max_seqlen_q == of_keys["max_seqlen_k"] >= cu_seqlens_q.diff().max()
-        return _document_by_document(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, None)
-
-    def kernel(q, k, v, causal, softmax_scale, **_):
-        rows, length = q.shape[:2]
-        bounds = document_bounds(torch.full((rows, 1), length), length)
-        lengths = (bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"], length, length)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        out = varlen_kernel(*flat, causal=causal, softmax_scale=softmax_scale, **dict(zip(names, lengths, strict=True)))
-        return out.view(q.shape)
-
-    kernels = ((kernel, varlen_kernel, None, None, None), (process_flash_kwargs, None))
-    for module in (modeling_flash_attention_utils, modeling_utils):
-        monkeypatch.setattr(module, "lazy_import_flash_attention", lambda name, **_: kernels)
-    AttentionInterface.register("flash_here", flash_attention_forward)
-    AttentionMaskInterface.register("flash_here", AttentionMaskInterface()["flash_attention_2"])
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+KINDS = [  # model_type, attention, further sizes, what the error says; None: it is exact
+    ("opt", "sdpa", {"ffn_dim": 64, "word_embed_proj_dim": 32} | NO_DROPOUT, "packing is true.*--packing false"),
+    ("bloom", "eager", {}, "packing is true.*--packing false"),  # ALiBi
+    ("opt", "varlen", {"ffn_dim": 64, "word_embed_proj_dim": 32} | NO_DROPOUT, None),
+    ("mistral", "varlen", {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5}, None),
+    ("codegen", "varlen", {"rotary_dim": 8}, "scaled_dot_product_attention"),  # needs a mask
+    ("camembert", "varlen", {}, "packing is true"),  # its positions begin at 2
+]
 
 
-def process_flash_kwargs(softmax_scale, is_causal, **given):
-    return given | {"softmax_scale": softmax_scale, "causal": is_causal}
-
-
-def test_flash_attention_has_the_lengths_of_all_rows(folder, flash):
-    assert packed_and_alone(folder, "llama.yaml", "flash_here", True) <= 1e-6
-    assert packed_and_alone(folder, "llama.yaml", "flash_here", False) <= 1e-6
-
-
-@pytest.mark.parametrize("attention", ["flash_here", "varlen"])
-def test_mutant_kernel_without_lengths_is_caught(folder, flash, attention):
-    """transformers looks for documents in position_ids only in micro-batches of one row."""
-    assert packed_and_alone(folder, "llama.yaml", attention, True, lambda inputs: {"cu_seq_lens_q": None}) > 1e-3
-
-
-def test_windows_within_documents():
-    """The kernel by documents has the window of a model's mask: a token sees itself and the `window` - 1 before it."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 50, "sliding_window": 5}
-    documents, outputs = torch.tensor([[9, 3, 0, 4], [2, 14, 0, 0]]), []
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.arange(32).view(2, 16)
-    for attention in ("eager", "varlen"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("mistral", **sizes), attn_implementation=attention
-        )
-        inputs = {"input_ids": ids, "position_ids": positions, "documents": documents}
-        outputs.append(score_tokens(model, inputs, False).hidden)
-    assert torch.allclose(*outputs, atol=1e-6)
-
-
-def test_varlen_refuses_what_it_would_ignore():
-    x = torch.randn(1, 2, 4, 8)
-    for options in ({"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}):
-        with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
-            varlen_attention(
-                None, x, x, x, **{"attention_mask": None, **document_bounds(torch.tensor([[4]]), 4), **options}
-            )
-
-
-@pytest.mark.parametrize("kind, isolates", [("llama", True), ("opt", False), ("bloom", False)])
-def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
-    more = {"llama": {"intermediate_size": 64}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more.get(kind, {})))
-    if isolates:
-        check_packing(model, model.config.vocab_size)
-        assert model.training
-    else:
-        with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
-            check_packing(model, model.config.vocab_size)
-
-
-BY_LENGTHS = {  # None: exact; else what the error says
-    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}, None),
-    "codegen": ({"rotary_dim": 8}, "scaled_dot_product_attention"),
-    "gpt_oss": ({"num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 2}, "scaled_dot_product_attention"),
-    "camembert": ({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "packing is true"),
-}
-
-
-@pytest.mark.parametrize("kind", BY_LENGTHS)
-def test_by_lengths_a_model_is_exact_or_refused(folder, kind):
-    """codegen needs a mask, gpt_oss has sinks, and the positions of camembert begin at 2."""
-    sizes, error = BY_LENGTHS[kind]
-    kit.write_yaml(
-        folder / f"{kind}.yaml",
-        {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2} | sizes,
-    )
+@pytest.mark.parametrize("kind, attention, sizes, error", KINDS)
+def test_packing_is_exact_or_refused(folder, kind, attention, sizes, error):
+    common = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    kit.write_yaml(folder / f"{kind}.yaml", common | sizes)
     if error is None:
-        assert packed_and_alone(folder, f"{kind}.yaml", "varlen", True) <= 1e-10
+        assert packed_and_alone(folder, f"{kind}.yaml", attention, True) <= 1e-6
     else:
-        task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation="varlen", packing=True)
+        task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation=attention, packing=True)
         with pytest.raises(UsageError, match=error):
             task.build()
 
 
-def test_positions_that_do_not_restart_are_refused():
-    """By its lengths, attention stays within documents, but GPT-2 also adds an embedding of the position."""
-    torch.manual_seed(0)
-    model = use_in(AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.EXACT)))
-    check_packing(model, model.config.vocab_size)
-    drop = lambda module, arguments, named: (arguments, named | {"position_ids": None})  # noqa: E731
-    model.base_model.register_forward_pre_hook(drop, with_kwargs=True)
-    with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
-        check_packing(model, model.config.vocab_size)
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])
+def test_varlen_refuses_what_it_would_ignore(option):
+    x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([[4]]), 4)
+    with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
+        varlen_attention(None, x, x, x, **options | option)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -295,41 +187,29 @@ def chat_by_hand(tokenizer, chat):
     return ids, labels
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_messages_train_on_the_assistants_turns(folder, tokenizer, packing):
-    _, rows, batch, _ = open_batch(folder, as_rows(*CHATS), packing=packing)
+def test_messages_train_on_the_assistants_turns(folder, tokenizer):
+    _, rows, batch, _ = open_batch(folder, as_rows(*CHATS))
     by_hand = [chat_by_hand(tokenizer, chat) for chat in CHATS]
-    expected = [[t for t in labels[1:] if t != -100] for _, labels in by_hand]
-    assert flat(row["input_ids"].tolist() for row in rows) == flat(ids for ids, _ in by_hand)
-    assert flat(target_rows(batch)) == flat(expected)
-    assert batch.weight == sum(map(len, expected)) > 0
-    if not packing:
-        for row, (_, labels) in zip(batch.inputs["targets"].tolist(), by_hand, strict=True):
-            assert row[: len(labels) - 1] == labels[1:]
+    assert [row["input_ids"].tolist() for row in rows] == [ids for ids, _ in by_hand]
+    for row, (_, labels) in zip(batch.inputs["targets"].tolist(), by_hand, strict=True):
+        assert row[: len(labels) - 1] == labels[1:]
     spoken = sum(len(f"{c}{EOS}\n".encode()) for chat in CHATS for role, c in chat if role == "assistant")
     assert batch.sums["bytes"] == spoken  # a chat's first token is a header's
 
 
-MARKED = "{{% if m.role == 'assistant' %}}{{% generation %}}{0}{{% endgeneration %}}{{% else %}}{0}{{% endif %}}"
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_tools_and_reasoning_of_a_row_reach_the_model(folder, tokenizer, marked):
-    words = "{% if m.thinking %}{{ m.thinking }}: {% endif %}{{ m.content }}"
+def test_marked_turns_tools_and_reasoning_of_a_row_reach_the_model(folder, tokenizer):
     (folder / "tools.jinja").write_text(
         "{% for tool in tools or [] %}<|system|>{{ tool.name }}{% for key in tool.of %} {{ key }}{% endfor %}. {% endfor %}"
-        "{% for m in messages %}<|{{ m.role }}|>"
-        + (MARKED.format(words) if marked else words)
-        + ". {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.thinking or '' }}: "
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}. {% endfor %}"
     )
     chats = as_rows(CHATS[1][::-1], CHATS[1][::-1])
     chats[0]["messages"][1]["thinking"] = "row"
     chats[0]["tools"] = [{"name": "def", "of": {"if": 1}}, {"name": "return", "of": {"else": 1}}]
     _, rows, batch, _ = open_batch(folder, chats, chat_template=folder / "tools.jinja")
-    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
-    chat = "<|user|>self. <|assistant|>"
-    assert texts == [f"<|system|>def if. <|system|>return else. {chat}row: import. ", f"{chat}import. "]
-    assert tokenizer.decode(target_rows(batch)[0]).startswith("row: import")
+    texts, chat = [tokenizer.decode(row["input_ids"]) for row in rows], "<|user|>self. <|assistant|>"
+    assert texts == [f"<|system|>def if. <|system|>return else. {chat}row: import. ", f"{chat}: import. "]
+    assert [tokenizer.decode(row) for row in target_rows(batch)] == ["row: import", ": import"]
 
 
 def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
@@ -343,18 +223,15 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
-@pytest.mark.parametrize("adds_eos", [True, False])
-def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer, adds_eos):
-    eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{tokenizer.eos_token}"], copy.deepcopy(tokenizer)
-    if adds_eos:
-        rule = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, eos)])
-        changed.backend_tokenizer.post_processor = rule
+def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer):
+    """Of a tokenizer that ends each text with one."""
+    eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{EOS}"], copy.deepcopy(tokenizer)
+    changed.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {EOS}", special_tokens=[(EOS, eos)])
     changed.save_pretrained(folder / "own")
-    heads, rows = tokenizer(texts)["input_ids"], [{"prompt": text, "completion": "if"} for text in texts]
+    rows = [{"prompt": text, "completion": "if"} for text in texts]
     _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
     tail = [*tokenizer("if")["input_ids"], eos]
-    assert heads[1][-1] == eos
-    assert [row["input_ids"].tolist() for row in rows] == [head + tail for head in heads]
+    assert [row["input_ids"].tolist() for row in rows] == [ids + tail for ids in tokenizer(texts)["input_ids"]]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -377,27 +254,9 @@ def test_input_ids_are_used_as_they_are(folder, packing):
     assert batch.sums["bytes"] == 0  # unknown: there is no text
 
 
-ALPACA = {"instruction": "def", "input": "f", "output": "return"}
-SHAREGPT = {"conversations": [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]}
-
-
-@pytest.mark.parametrize(
-    "row, text", [(ALPACA, "def\nf\nreturn"), (SHAREGPT, f"<|user|>def{EOS}\n<|assistant|>return")]
-)
-def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenizer, row, text):
-    with pytest.raises(UsageError, match="no usable column") as error:
-        open_batch(folder, [row])
-    conversion = str(error.value).partition("convert the file once, by ")[2]
-    values = {"FILE": str(folder / "rows.jsonl"), "NEW": str(folder / "new.jsonl"), "datasets": datasets}
-    exec(conversion, values)
-    _, rows, _, _ = open_batch(folder, [json.loads((folder / "new.jsonl").read_text())])
-    assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
-
-
-@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 1], [1, 1, 2]])
-def test_mask_of_padding_is_refused(folder, mask):
+def test_mask_of_padding_is_refused(folder):
     with pytest.raises(UsageError, match=r"rows\.jsonl, .*`attention_mask`"):
-        open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": mask}])
+        open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}])
 
 
 def test_ignored_columns_are_warned_about(folder, capfd):
@@ -408,93 +267,56 @@ def test_ignored_columns_are_warned_about(folder, capfd):
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def loop(model, tokenizer, texts, max_length):
-    """Return (summed loss, targets, right ones, their bytes) from a plain loop over single rows."""
-    total = [0.0, 0, 0, 0]
-    for text in texts:
-        encoded = tokenizer(text, return_offsets_mapping=True)
-        ids = torch.tensor([*encoded["input_ids"], tokenizer.eos_token_id])[:max_length]
-        logits = model(input_ids=ids[None]).logits[0, :-1].double()
-        total[0] += F.cross_entropy(logits, ids[1:], reduction="sum").item()
-        total[1] += len(ids) - 1
-        total[2] += (logits.argmax(-1) == ids[1:]).sum().item()
-        ends = [end for _, end in encoded["offset_mapping"][:max_length]]
-        total[3] += len(text[ends[0] : ends[-1]].encode())  # all that follows the first token, whole characters
-    return total
-
-
 @pytest.mark.parametrize("max_length, packing", [(128, True), (12, False)])
-@torch.no_grad()
-def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, max_length, packing):
+def test_bits_per_byte_count_the_text_of_all_targets(folder, tokenizer, max_length, packing):
     texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").read_text().splitlines()]
     task, splits = open_data(folder, max_length=max_length, packing=packing, dtype="float64")
-    model = task.build().eval()
-    loss, targets, right, size = loop(model, tokenizer, texts, max_length)
-    sums, _ = checks.run_batch(task, model, everything(splits["train"]), training=False)
+    sums, _ = checks.run_batch(task, task.build().eval(), everything(splits["train"]), training=False)
+    size = targets = 0
+    for text in texts:
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        ends = [end for _, end in encoded["offset_mapping"][:max_length]]
+        size += len(text[ends[0] : ends[-1]].encode())  # all that follows the first token, whole characters
+        targets += min(len(encoded["input_ids"]) + 1, max_length) - 1
     assert sums["weight"] == targets
-    assert sums["loss"] == pytest.approx(loss, rel=1e-12)
-    numbers = task.metrics(sums, targets)
-    assert numbers["perplexity"] == pytest.approx(math.exp(loss / targets), rel=1e-12)
-    assert numbers["accuracy"] == right / targets
-    assert numbers["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-12)
+    assert task.metrics(sums, targets)["bits_per_byte"] == pytest.approx(sums["loss"] / math.log(2) / size, rel=1e-12)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-CAPPED = SMALL | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
-NARROWED = SMALL | {
-    "model_type": "electra",
-    "embedding_size": 16,
-    "hidden_dropout_prob": 0.0,
-}  # a layer before the head
 
-
-@pytest.mark.parametrize("config", [CAPPED, NARROWED | {"attention_probs_dropout_prob": 0.0}])
-def test_heads_that_are_not_plain_are_seen(folder, tmp_path, config):
-    task, _, batch, _ = open_batch(folder, "train.jsonl", model_config=kit.write_yaml(tmp_path / "model.yaml", config))
-    model = task.build()
+def test_heads_that_are_not_plain_are_seen(folder, tmp_path):
+    """The mutant computes the loss of capped logits from hidden states."""
+    capped = kit.LLAMA | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}
+    task, _, batch, _ = open_batch(folder, "train.jsonl", model_config=kit.write_yaml(tmp_path / "model.yaml", capped))
+    model = task.build().eval()
     assert not task.plain_head
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(40)  # logits as large as those of a trained model
-        logits = model.eval()(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
+        logits = model(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
         expected = F.cross_entropy(logits, batch.inputs["targets"].flatten(), reduction="sum").item()
         assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
-        assert task.loss(model.train(), batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
-        if config is CAPPED:  # the mutant; the shapes of the other one do not match
-            task.plain_head = True
-            assert task.loss(model, batch.inputs)["loss"].item() != pytest.approx(expected, rel=1e-2)
+        task.plain_head = True
+        assert task.loss(model, batch.inputs)["loss"].item() != pytest.approx(expected, rel=1e-2)
 
 
 # ---- what training leaves --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
-    """A short run of a model with tied embeddings, from the command to final/."""
-    out = tmp_path_factory.mktemp("trained")
-    fields = {"tokenizer_name": folder / "tokenizer", "dtype": "float64", "max_length": 128, "packing": True}
-    fields |= {"train_file": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
-    fields |= {"global_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
-    fields |= {"sample_prompt": "def", "sample_tokens": 12}
-    return kit.run_training(1, out / "run", *kit.flags(model_config=folder / "dropout.yaml", **fields))
-
-
-def test_final_loads_with_transformers(trained):
-    final = trained.folder / "final"
+def test_final_loads_with_transformers_and_says_the_printed_sample(folder, tmp_path):
+    """A model with tied embeddings and dropout, from the command to final/."""
+    fields = {"model_config": folder / "dropout.yaml", "tokenizer_name": folder / "tokenizer", "dtype": "float64"}
+    fields |= {"train_file": folder / "train.jsonl", "max_length": 128, "packing": True, "global_batch_size": 8}
+    fields |= {"max_steps": 6, "learning_rate": 1e-2, "sample_prompt": "def", "sample_tokens": 12}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields))
+    final = run.folder / "final"
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert "lm_head.weight" not in trained.weights
     text = pipeline("text-generation", model=str(final))("def", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert text.startswith("def")
-
-
-def test_printed_sample_is_the_final_models_without_dropout(folder, trained):
-    printed = trained.folder.with_suffix(".out").joinpath("rank0.txt").read_text()
-    task, _ = open_data(folder, model="dropout.yaml", sample_prompt="def", sample_tokens=12, dtype="float64")
-    sample = task.sample(task.build(str(trained.folder / "final")).train())
-    assert sample.startswith("def")
+    task, _ = kit.open_data(**fields)
+    sample = task.sample(task.build(str(final)).train())
     assert len(sample) > 3
-    assert sample in printed
+    assert sample in (tmp_path / "run.out" / "rank0.txt").read_text()

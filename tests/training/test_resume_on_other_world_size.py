@@ -80,31 +80,24 @@ def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path
 # ---- collators that draw random numbers --------------------------------------------------------------------------------
 
 
-def masking(monkeypatch, draw) -> None:
-    """Let the collator replace random tokens, as for masked language models or augmented images."""
+def masking(monkeypatch) -> None:
+    """Let the collator replace random tokens, drawn from torch, numpy and random, as for masked language models."""
     original = causal_lm.Task.collate
 
     def collate(self, rows, training):
         batch = original(self, rows, training)
         ids = batch.inputs["input_ids"]
-        hidden = torch.where(draw(ids), torch.zeros_like(ids), ids)
-        return batch._replace(inputs=batch.inputs | {"input_ids": hidden})
+        hidden = (torch.rand(ids.shape) < 0.1) | torch.from_numpy(np.random.random(ids.shape) < 0.1)
+        hidden |= torch.tensor([[random.random() < 0.1] for _ in ids])
+        return batch._replace(inputs=batch.inputs | {"input_ids": ids.masked_fill(hidden, 0)})
 
     monkeypatch.setattr(causal_lm.Task, "collate", collate)
-
-
-def draw_three_ways(ids: torch.Tensor) -> torch.Tensor:
-    """Draw from torch, numpy and random."""
-    by_torch = torch.rand(ids.shape) < 0.1
-    by_numpy = torch.from_numpy(np.random.random(ids.shape) < 0.1)
-    by_random = torch.tensor([[random.random() < 0.1] * ids.shape[1] for _ in ids])
-    return by_torch | by_numpy | by_random
 
 
 def test_random_collator_is_bitwise_the_same_after_a_kill(tiny, tmp_path, monkeypatch):
     """Undisturbed it runs in the training process; killed and resumed, also in two loader processes."""
     unmasked = kit.run_training(2, tmp_path / "unmasked", *recipe(tiny))
-    masking(monkeypatch, draw_three_ways)
+    masking(monkeypatch)
     straight = kit.run_training(2, tmp_path / "straight", *recipe(tiny))
     assert not kit.same(unmasked.weights, straight.weights)
     for workers in (0, 2):

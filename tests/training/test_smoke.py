@@ -11,15 +11,9 @@ from src.tasks import causal_lm
 from tests.helpers import kit, plain_task
 
 
-def smoke(argv: list, folder, world: int = 1, env=None) -> tuple[list, list[str]]:
-    """Return (exit codes, what each rank printed) of train.py --smoke in `folder`/run."""
-    argv = [*argv, "--smoke", "--output_dir", "run"]
-    return kit.run_command("train.py", *argv, folder=folder, world=world, env=env)
-
-
-def module(**methods) -> types.SimpleNamespace:
-    """Return a module with the plain task and other methods, as a fork's file."""
-    return types.SimpleNamespace(Options=plain_task.Options, Task=type("Task", (plain_task.Task,), methods))
+def command(argv: list, folder, world: int = 1, env=None) -> tuple[list, list[str]]:
+    """Return (exit codes, what each rank printed) of train.py in `folder`/run."""
+    return kit.run_command("train.py", *argv, "--output_dir", "run", folder=folder, world=world, env=env)
 
 
 LAUNCHES = [(None, 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.cluster)]
@@ -28,17 +22,13 @@ LAUNCHES = [(None, 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.cl
 @pytest.mark.parametrize("backend, world", LAUNCHES)
 def test_sound_run_passes(plain, tmp_path, backend, world):
     """With batch norm, dropout, an average and a warmup; the run's own checkpoints are neither read nor written."""
-    check_sound_run(plain, tmp_path, backend, world, norm=True, techniques='{"ema": {"final": true}}')
-
-
-def check_sound_run(plain, tmp_path, backend, world, **fields) -> None:
-    """Assert that a smoke test in the folder of a run passes, and reads and writes nothing of the run."""
     env = kit.where(backend, world, mixed_precision="no") if backend else None
-    argv = plain_task.flags(plain, per_device_batch_size=4, metric_for_best_model="accuracy", warmup_steps=5, **fields)
+    fields = {"metric_for_best_model": "accuracy", "norm": True, "techniques": '{"ema": {"final": true}}'}
+    argv = plain_task.flags(plain, per_device_batch_size=4, warmup_steps=5, **fields)
     own = kit.run_training(world, tmp_path / "here" / "run", *argv, env=env)
     files = [path for path in own.folder.rglob("*") if path.is_file()]
     before = [path.stat().st_mtime_ns for path in files]
-    codes, texts = smoke(argv, tmp_path / "here", world, env)
+    codes, texts = command([*argv, "--smoke"], tmp_path / "here", world, env)
     assert codes == [0] * world, texts
     assert texts[0].rstrip().endswith("smoke: passed")
     assert "depend on per_device_batch_size" not in texts[0]
@@ -48,6 +38,9 @@ def check_sound_run(plain, tmp_path, backend, world, **fields) -> None:
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("eval", 2)]
     assert [line["loss"] for line in lines[:2]] == own.losses()[:2]  # the first steps of the run itself
     assert not (small / "checkpoints").exists()
+
+
+# ---- tasks of a fork -------------------------------------------------------------------------------------------------
 
 
 class WithParameter(causal_lm.Task):
@@ -77,68 +70,70 @@ def count(model) -> None:
     model.extra += model.training
 
 
-@pytest.mark.parametrize("kind, world", [(WithParameter, 2), (WithBuffer, 1)])
-def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world):
-    fork = types.SimpleNamespace(Options=causal_lm.Options, Task=kind)
-    argv = kit.flags(**tiny, task="fork", max_steps=9, learning_rate=1e-2, lr_scheduler_type="constant")
-    argv += kit.flags(global_batch_size=8, per_device_batch_size=4)
-    with plain_task.registered(fork, "fork"):
-        codes, texts = smoke(argv, tmp_path / "here", world)
-    assert codes == [2] * world, texts
-    assert "model/extra: " in texts[0].rstrip().splitlines()[-1]
-    assert "smoke: passed" not in "".join(texts)
-    assert "Traceback" not in "".join(texts)
-
-
-def test_evaluation_that_is_not_deterministic_is_named(plain, tmp_path):
-    def draws(self, sums, weight):
+class RandomMetric(causal_lm.Task):
+    def metrics(self, sums, weight):
         return {"accuracy": random.SystemRandom().random()}
 
-    with plain_task.registered(module(metrics=draws), "fork"):
-        codes, texts = smoke(plain_task.flags(plain, task="fork"), tmp_path / "here", world=2)
-    assert codes == [2, 2], texts
-    assert "evaluation/accuracy" in texts[0]
+
+class Coupled(causal_lm.Task):
+    """The loss of a row depends on the number of rows beside it."""
+
+    def loss(self, model, inputs):
+        sums = super().loss(model, inputs)
+        return sums | {"loss": sums["loss"] / len(inputs["input_ids"])}
 
 
-def test_moments_that_are_not_restored_are_named(plain, tmp_path, monkeypatch):
+class SavesLater(causal_lm.Task):
+    """Its save_pretrained ignores state_dict, as that of some libraries: it saves what training changes meanwhile."""
+
+    def build(self, weights=None, empty=False):
+        model = super().build(weights, empty)
+        original, saves = model.save_pretrained, []
+
+        def save(folder, state_dict=None, **_):
+            saves.append(folder)
+            if len(saves) == 1:  # nothing may be trained during a later one
+                kit.until(lambda: not any(torch.equal(p, state_dict[name]) for name, p in model.named_parameters()))
+            original(folder)
+
+        model.save_pretrained = save
+        return model
+
+
+def command_of_fork(tiny, folder, kind: type, world: int = 1, **fields) -> tuple[list, list[str]]:
+    """Return (exit codes, what each rank printed) of a run of a fork's task."""
+    values = {"task": "fork", "max_steps": 9, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    argv = kit.flags(**tiny, **values, global_batch_size=8, per_device_batch_size=4, **fields)
+    with plain_task.registered(types.SimpleNamespace(Options=causal_lm.Options, Task=kind), "fork"):
+        return command(argv, folder, world)
+
+
+@pytest.mark.parametrize(
+    "kind, world, name",
+    [(WithParameter, 2, "model/extra"), (WithBuffer, 1, "model/extra"), (RandomMetric, 2, "evaluation/accuracy")],
+)
+def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world, name):
+    codes, texts = command_of_fork(tiny, tmp_path / "here", kind, world, smoke=True)
+    assert codes == [2] * world, texts
+    assert f"{name}: " in texts[0].rstrip().splitlines()[-1]
+
+
+def test_moments_that_are_not_restored_are_named(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("src.distributed.backends.Backend.load_moments", lambda *_: None)
-    codes, texts = smoke(plain_task.flags(plain), tmp_path / "here")
+    codes, texts = command_of_fork(tiny, tmp_path / "here", causal_lm.Task, smoke=True)
     assert codes == [2], texts
     assert "optimizer/exp_avg/" in texts[0]
 
 
-def test_rows_that_depend_on_each_other_are_named(plain, tmp_path):
-    def loss(self, model, inputs):
-        sums = plain_task.Task.loss(self, model, inputs)
-        return sums | {"loss": sums["loss"] / len(inputs["x"])}
-
-    with plain_task.registered(module(loss=loss), "fork"):
-        codes, texts = smoke(plain_task.flags(plain, task="fork"), tmp_path / "here")
+def test_rows_that_depend_on_each_other_are_named(tiny, tmp_path):
+    codes, texts = command_of_fork(tiny, tmp_path / "here", Coupled, smoke=True)
     assert codes == [0], texts
     assert "depend on per_device_batch_size" in texts[0]
 
 
-def live_save(self, weights=None, empty=False):
-    """A save_pretrained that ignores state_dict, as some libraries have: it saves what training changes meanwhile."""
-    model = causal_lm.Task.build(self, weights, empty)
-    original, saves = model.save_pretrained, []
-
-    def save(folder, state_dict=None, **_):
-        saves.append(folder)
-        if len(saves) == 1:  # nothing may be trained during a later one
-            kit.until(lambda: not any(torch.equal(p, state_dict[name]) for name, p in model.named_parameters()))
-        original(folder)
-
-    model.save_pretrained = save
-    return model
-
-
 def test_checkpoint_of_later_weights_is_refused(tiny, tmp_path):
     """Smoke does not see it, because nothing is trained while the checkpoint of its last step is written."""
-    fork = types.SimpleNamespace(Options=causal_lm.Options, Task=type("Task", (causal_lm.Task,), {"build": live_save}))
-    argv = kit.flags(**tiny, task="fork", max_steps=9, save_steps=3, learning_rate=1e-2, global_batch_size=8)
-    with plain_task.registered(fork, "fork"):
-        codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "here")
+    codes, texts = command_of_fork(tiny, tmp_path / "here", SavesLater, save_steps=3)
     assert codes == [1], texts
     assert "training changes the model meanwhile" in texts[0]
     assert not (tmp_path / "here" / "run" / "checkpoints" / "step_00000003").exists()

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.host_group import HostGroup
+from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
 
@@ -78,51 +78,37 @@ def test_a_full_batch_run_equals_an_independent_loop(files, tmp_path):
     assert run.kind("train")[0]["learning_rate"] == 0  # the first update of a warm-up from zero
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch, mutant):
+def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch):
     """Global batches of 6 in micro-batches of 4 leave two of four ranks with a dummy batch. The mutant gives it weight."""
     flags = recipe(files, model_config=files / "exact.yaml", global_batch_size=6, per_device_batch_size=4, max_steps=6)
-    one = kit.run_training(1, tmp_path / "one", *flags)
+    one, four = (kit.run_training(world, tmp_path / f"{world}", *flags) for world in (1, 4))
+    assert kit.distance(one.weights, four.weights) <= 1e-10
     gradient = train.compute_gradient
 
     def counting_dummies(backend, module, batch, weight):
         return gradient(backend, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], weight)
 
-    if mutant:
-        monkeypatch.setattr(train, "compute_gradient", counting_dummies)
-    four = kit.run_training(4, tmp_path / "four", *flags)
-    assert (kit.distance(one.weights, four.weights) <= 1e-10) == (not mutant)
-    assert [line["weight"] for line in one.kind("train")] == [line["weight"] for line in four.kind("train")]
-
-
-@pytest.fixture(scope="module")
-def partly_masked(tmp_path_factory):
-    """Every third row has no target at all; with global batches of one row, every third step has weight zero."""
-    generator = np.random.default_rng(3)
-    rows = []
-    for i in range(12):
-        ids = generator.integers(0, 500, 9).tolist()
-        rows.append({"input_ids": ids, "labels": [-100] * 9 if i % 3 == 0 else ids})
-    return kit.write_jsonl(tmp_path_factory.mktemp("masked") / "train.jsonl", rows)
+    monkeypatch.setattr(train, "compute_gradient", counting_dummies)
+    assert kit.distance(one.weights, kit.run_training(4, tmp_path / "mutant", *flags).weights) > 1e-10
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_masked, tmp_path, world):
-    values = {"train_file": partly_masked, "global_batch_size": 1, "per_device_batch_size": 1, "max_steps": 12}
-    flags = recipe(files, **values, warmup_steps=0, save_steps=1, save_total_limit=20)
-    run = kit.run_training(world, tmp_path / "run", *flags)
+def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, tmp_path, world):
+    """Every third row has no target; global batches are of one row."""
+    ids = np.random.default_rng(3).integers(0, 500, (12, 9)).tolist()
+    rows = [{"input_ids": row, "labels": row if i % 3 else [-100] * 9} for i, row in enumerate(ids)]
+    values = {"train_file": kit.write_jsonl(tmp_path / "train.jsonl", rows), "global_batch_size": 1}
+    values |= {"per_device_batch_size": 1, "max_steps": 12, "warmup_steps": 0, "save_steps": 1, "save_total_limit": 20}
+    run = kit.run_training(world, tmp_path / "run", *recipe(files, **values))
     lines = run.kind("train")
     empty = [line["step"] for line in lines if line["weight"] == 0]
-    assert len(empty) == 4
+    assert len(empty) == lines[-1]["skipped"] == 4
     assert all(line["loss"] is None for line in lines if line["step"] in empty)
-    assert lines[-1]["skipped"] == 4
     rates = [line["learning_rate"] for line in lines if line["weight"]]
-    assert rates == pytest.approx(
-        [3e-3 * (1 - u / 12) for u in range(8)]
-    )  # a skipped step does not advance the schedule
+    assert rates == pytest.approx([3e-3 * (1 - u / 12) for u in range(8)])  # a skipped step does not advance it
     for step in empty:
         for part in ("model", "optimizer") if step > 1 else ():
-            folders = [tmp_path / "run" / "checkpoints" / f"step_{number:08d}" for number in (step - 1, step)]
+            folders = [run.folder / "checkpoints" / f"step_{number:08d}" for number in (step - 1, step)]
             assert kit.same(*(kit.load_weights(folder, part) for folder in folders))
 
 
@@ -169,59 +155,52 @@ def test_one_gradient_reduction_and_one_small_vector_per_step(files, tmp_path):
 # ---- no wait for the device ------------------------------------------------------------------------------------------
 
 
-class Syncs(TorchDispatchMode):
-    """Counts what would make the host wait for a device: reading the value of a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
-def _count_syncs(argv, mutant: bool):
-    counts = []
-    gradient, update = train.compute_gradient, train.optimizer_step
+def _train_without_waiting(argv, mutant: bool) -> int:
+    """Train; return the number of gradients and updates in which no operation made the host wait for the device."""
+    gradient, update, calls = train.compute_gradient, train.optimizer_step, []
 
     def watched(function):
         def call(*args):
-            with Syncs() as syncs:
+            with NoWaiting():
                 result = function(*args)
                 if mutant and function is gradient:
                     result.losses.sum().item()
-            counts.append(syncs.count)
+            calls.append(function)
             return result
 
         return call
 
     train.compute_gradient, train.optimizer_step = watched(gradient), watched(update)
     train.main([str(word) for word in argv])
-    return counts
+    return len(calls)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
     flags = recipe(files, dtype="float32", per_device_batch_size=8, max_steps=6, logging_steps=100)
     argv = [*flags, "--output_dir", tmp_path / "run"]
-    for counts in kit.spawn(world, _count_syncs, argv, False, out=tmp_path / "out"):
-        assert counts == [0] * 12
-    if world == 1:
-        mutant = kit.spawn(1, _count_syncs, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")
-        assert sum(mutant[0]) == 6
+    assert kit.spawn(world, _train_without_waiting, argv, False, out=tmp_path / "out") == [12] * world
+    with pytest.raises(kit.RankFailed, match="_local_scalar_dense, for which the host waits"):
+        kit.spawn(world, _train_without_waiting, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")
 
 
 # ---- the gradient scaler of fp16 -------------------------------------------------------------------------------------
 
+# Few and short rows: a CPU computes float16 a hundred times slower than float32.
+HALF = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
+HALF |= {"max_steps": 12, "max_length": 16}
+
+
+def train_with_scale(files, folder, scale: float) -> kit.Run:
+    """Train in fp16 with this loss scale at the start."""
+    argv = recipe(files, **HALF, output_dir=folder / "run")
+    kit.spawn(1, train_in_fp16, argv, scale, out=folder / "out")
+    return kit.Run(folder / "run")
+
 
 def test_fp16_scales_unscales_clips_and_skips(files, tmp_path):
-    # Few and short rows: a CPU computes float16 a hundred times slower than float32.
-    fields = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
-    flags = recipe(files, **fields, max_steps=12, max_length=16)
-    reference = kit.run_training(1, tmp_path / "fp32", *flags)
-    kit.spawn(1, train_in_fp16, [*flags, "--output_dir", tmp_path / "fp16"], 2.0**10, out=tmp_path / "out")
-    run = kit.Run(tmp_path / "fp16")
+    reference = kit.run_training(1, tmp_path / "fp32", *recipe(files, **HALF))
+    run = train_with_scale(files, tmp_path, 2.0**10)
     assert run.kind("train")[-1]["skipped"] == 0
     # Unscaled before it is clipped and logged: the norm is that of float32, not 1024 times as much.
     for half, full in zip(run.kind("train"), reference.kind("train"), strict=True):
@@ -230,12 +209,9 @@ def test_fp16_scales_unscales_clips_and_skips(files, tmp_path):
 
 
 def test_fp16_overflow_does_not_advance_the_schedule(files, tmp_path):
-    fields = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
-    flags = recipe(files, **fields, max_steps=12, max_length=16)
-    kit.spawn(1, train_in_fp16, [*flags, "--output_dir", tmp_path / "overflow"], 2.0**120, out=tmp_path / "out")
-    run = kit.Run(tmp_path / "overflow")
+    run = train_with_scale(files, tmp_path, 2.0**120)
     lines = run.kind("train")
     assert lines[-1]["skipped"] == 12  # each step halves the scale, and 2^108 still overflows
     assert [line["learning_rate"] for line in lines] == [3e-3] * 12
-    initial = kit.run_training(1, tmp_path / "initial", *recipe(files, **fields | {"learning_rate": 0}, max_steps=1))
+    initial = kit.run_training(1, tmp_path / "initial", *recipe(files, **HALF | {"learning_rate": 0, "max_steps": 1}))
     assert kit.same(run.weights, initial.weights)

@@ -1,17 +1,13 @@
 """Buffers that training changes: the mean over the micro-batches of a step, whatever rank computed them."""
 
-import shutil
-
 import pytest
 import torch
 
-from src.config.errors import UsageError
 from src.distributed import backend_checks
-from src.distributed.step_buffers import StepBuffers, persistent_buffers
+from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
 from tests.helpers import batch_norm, kit
 
-CPU = torch.device("cpu")
 CONSTANT = "constant"
 
 
@@ -65,10 +61,7 @@ def evaluated(run: kit.Run, folder) -> tuple[dict, dict]:
 def test_two_processes_evaluate_and_resume_bitwise(flags, two, tmp_path):
     reported, found = evaluated(two, tmp_path / "eval")
     assert found == reported
-    shutil.copytree(two.folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "final")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000016")
-    resumed = kit.run_training(2, tmp_path / "run", *flags)
+    resumed = kit.run_training(2, kit.rewind(two.folder, 8, tmp_path / "run"), *flags)
     assert kit.same(resumed.weights, two.weights)
     assert resumed.kind("eval") == two.kind("eval")
 
@@ -81,52 +74,3 @@ def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)
     reported, found = evaluated(kit.run_training(2, tmp_path / "run", *flags), tmp_path / "eval")
     assert found["loss"] != pytest.approx(reported["loss"], rel=1e-4)
-
-
-# ---- the arithmetic ----------------------------------------------------------------------------------------------------
-
-
-class Counters(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.tensor([1.0, 2.0, -0.0]))
-        self.register_buffer("least", torch.tensor(float("inf")))
-        self.register_buffer("count", torch.tensor([0, 2**60 + 1]))
-        self.register_buffer("seen", torch.tensor([False, True]))
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-
-    def forward(self, value):
-        self.mean[:2] += value
-        self.least = torch.minimum(self.least, value)  # replaced instead of changed
-        self.count[0] += 1
-        self.seen[0] = True
-        self.cache += 1
-
-
-def test_mean_over_the_passes_of_a_step():
-    module = Counters()
-    buffers = StepBuffers(module, CPU, all_ranks=False)
-    with buffers.step():
-        for value in (1.0, 2.0, 6.0):
-            module(torch.tensor(value))
-            buffers.record()
-            module(torch.tensor(100.0))  # a recomputation in the backward pass
-            buffers.restore()
-    assert module.mean.tolist() == [4.0, 5.0, 0.0]
-    assert module.mean[2].signbit()  # no pass changed it
-    assert module.least == 3
-    assert module.count.tolist() == [1, 2**60 + 1]
-    assert module.seen.tolist() == [True, True]
-    assert list(persistent_buffers(module)) == ["mean", "least", "count", "seen"]
-
-
-def test_synchronized_batch_norm_is_refused_on_several_processes():
-    class Two:
-        is_sharded = False
-
-        class accelerator:
-            num_processes = 2
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-    with pytest.raises(UsageError, match=r"1 is a SyncBatchNorm"):
-        backend_checks.check_model(Two, model, torch.optim.SGD(model.parameters()))
