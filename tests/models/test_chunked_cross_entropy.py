@@ -191,6 +191,22 @@ def test_compiled_once_for_any_number_of_rows():
     assert counters["stats"]["unique_graphs"] - before == 1
 
 
+def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    function = chunked_cross_entropy._sums_of_rows.function
+    compiled = CompiledOnAccelerators(lambda *given: function(*given), uncompiled_devices=())
+    hidden, weight, bias, targets = make(50)
+    arguments = (hidden, targets, weight, bias, CrossEntropy(), True)
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        assert not compiled.compiles(*arguments)
+        assert not compiled.compiles(*arguments)
+    assert torch.equal(compiled(*arguments)["loss"], plain(hidden, weight, bias, targets))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "torch.compile failed" in line
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 ROWS, WIDE = 1024, 4096
