@@ -27,11 +27,9 @@ SECRETS = re.compile("|".join((PASSWORD, SIGNATURE, USER)))
     "text, clean",
     [
         ("http://h/x.jsonl?X-Amz-Signature=a&v=3: no such file", "http://h/x.jsonl?***: no such file"),
-        ("--train_file=http://h/x?sig=a'b", "--train_file=http://h/x?***"),
         ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?*** (Caused by"),
         ("['--train_file=http://a/x?s=1', 'http://b/y?s=2']", "['--train_file=http://a/x?***', 'http://b/y?***']"),
         ("https:/h/x?sig=a", "https:/h/x?***"),  # as pathlib writes a URL
-        ("zip://a.jsonl::https://h/x.zip?sig=a", "zip://a.jsonl::https://h/x.zip?***"),
         ("proxy http://user:p@ss@host:8080/x", "proxy http://***@host:8080/x"),
     ],
 )
@@ -45,10 +43,7 @@ PLAIN = [
     "hf://datasets/org/name@main/x.jsonl",
     "abfs://container@account.dfs.core.windows.net/x",
     "http://host:8080/a@b.jsonl",
-    "zip://a.jsonl::https://h/a@b.zip",
-    "see https://h: or write to a@b",
     "Is it http://h/x? It is a=b.",
-    "data/?.jsonl",
 ]
 
 
@@ -64,29 +59,24 @@ def test_redact_keeps_everything_else(text):
     [
         "http://user:pass@host/x.jsonl",
         "http://user:p@ss/w?r#d@host/x.jsonl",
-        "http://user:pa ss@host/x",
         "https://token@host/x",
         "s3://key:secret@bucket/x",
-        "zip://a.jsonl::https://user:pass@h/x.zip",
         "https://h/x.jsonl?name=a b&sig=c",  # would be shown after the space
     ],
 )
 def test_url_with_a_password_or_a_space_is_refused(url, tmp_path):
     run_file = tmp_path / "run.yaml"
     mixture = {name: {"train_file": [url]} for name in ("a", "b")}
-    for field, values in (("train_file", {"train_file": url}), ("mixture", {"mixture": mixture})):
-        run_file.write_text(yaml.safe_dump({"model_config": "x.yaml"} | values))
-        with pytest.raises(UsageError, match=f"run.yaml: {field}: ") as refused:
-            parsing.parse(["--config", str(run_file)], OPTIONS)
-        assert url not in str(refused.value)
-    for name in ("validation_file", "max_steps", "no_such_field"):
-        with pytest.raises(UsageError, match=f"--{name}: ") as refused:
-            parsing.parse([f"--{name}", url], OPTIONS)
+    run_file.write_text(yaml.safe_dump({"model_config": "x.yaml", "mixture": mixture}))
+    argvs = {"run.yaml: mixture: ": ["--config", str(run_file)], "--no_such_field: ": ["--no_such_field", url]}
+    for place, argv in argvs.items():
+        with pytest.raises(UsageError, match=place) as refused:
+            parsing.parse(argv, OPTIONS)
         assert url not in str(refused.value)
 
 
-@pytest.mark.parametrize("value", ["http://h/x.jsonl?sig=a", "http://h/x.jsonl?a"])
-def test_redacted_value_is_refused_when_read_back(value, tmp_path):
+def test_redacted_value_is_refused_when_read_back(tmp_path):
+    value = "http://h/x.jsonl?sig=a"
     cfg, options = parsing.parse(kit.flags(model_config="x.yaml", train_file=value), OPTIONS)
     validation.check(cfg, options)
     saved = tmp_path / "config.yaml"
