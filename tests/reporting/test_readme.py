@@ -71,19 +71,12 @@ def test_run_files_are_valid_and_begin_with_their_command():
         except UsageError as error:
             if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
                 raise
-        first = path.read_text().splitlines()[0]
-        if f"`{path.name}`" not in TASKS_PAGE:  # a run file of one's own
-            continue
-        assert first.startswith("# accelerate launch --config_file accelerate_configs/")
-        assert first.endswith(f"train.py --config configs/{path.name}")
-
-
-def test_make_targets_exist():
-    text = shell("make")
-    named = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"train", "eval", "test", "lint"} <= named
-    for target in named | {"setup", "format", "bench", "report", "clean", "help"}:
-        assert re.search(rf"^  {target}\s", text, re.M), target
+        if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
+            start, end = (
+                "# accelerate launch --config_file accelerate_configs/",
+                f"train.py --config configs/{path.name}",
+            )
+            assert re.match(f"{start}.*{end}\n", path.read_text())
 
 
 def test_readme_shows_the_step_of_train_py():
@@ -98,20 +91,19 @@ def test_readme_shows_the_step_of_train_py():
     assert all(word in block for word in ("no_sync", "backward", "optimizer_step", "seed_everything"))
 
 
-def test_readme_is_short_with_eight_guarantees():
+def test_readme_and_agents_md_are_short_and_name_what_exists():
+    agents = (kit.REPOSITORY / "AGENTS.md").read_text()
+    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == agents
     assert len(README.splitlines()) <= 140
+    assert len(agents.splitlines()) <= 120
     assert len(re.findall(r"^\| .* \| `tests/[\w/]+\.py` \|$", README, re.M)) == 8
-
-
-def test_agents_md_is_short_and_names_what_exists():
-    text = (kit.REPOSITORY / "AGENTS.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == text
-    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(re.findall(r"^  ([a-z-]+)", shell("make"), re.M))
+    targets = re.findall(r"^  ([a-z-]+)", shell("make"), re.M)
+    named = set(re.findall(r"\bmake ([a-z-]+)", README + agents))
+    assert named | {"setup", "format", "bench", "report", "clean", "help"} <= set(targets)
     has_addons = (kit.REPOSITORY / "addons").exists()
-    paths = re.findall(r"`((?:src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", text)
-    assert paths
+    paths = re.findall(r"`((?:src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", agents)
     paths = [path for path in paths if "NAME" not in path and (has_addons or "addons" not in path)]
+    assert paths
     assert [path for path in paths if not (kit.REPOSITORY / path).exists()] == []
 
 
