@@ -18,10 +18,8 @@ RANGES = {  # file of pins -> ranges in pyproject.toml
 }
 
 LOCK = runpy.run_path(str(REPOSITORY / ".ci" / "lock.py"))
-SERVICE_FILES = ("Dockerfile", ".devcontainer/devcontainer.json", ".github/dependabot.yml")
-
-
 normalized = LOCK["normalized"]
+SERVICE_FILES = ("Dockerfile", ".devcontainer/devcontainer.json", ".github/dependabot.yml")
 
 
 def pins(file: str) -> dict[str, str]:
@@ -38,13 +36,6 @@ def test_pins_are_the_locked_versions_within_their_ranges(file):
     for name, version in pinned.items():
         assert version == locked[name], f"{name}: run `make lock`"
         assert ranges[name].contains(version), name
-
-
-@pytest.mark.parametrize("file", RANGES)
-def test_make_lock_changes_versions_and_nothing_else(file):
-    text = (REPOSITORY / file).read_text()
-    newer = LOCK["with_pins"](text, dict.fromkeys(pins(file), "9.9"))
-    assert newer == re.sub(r"==[\w.]+", "==9.9", text) != text
 
 
 def test_lock_belongs_to_the_ranges():

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -46,13 +44,6 @@ def made(root, name) -> list[dict]:
     return train + validation
 
 
-def test_sources_are_modules_of_the_standard_library():
-    found = dict(_stdlib.module_sources())
-    assert list(found) == sorted(found)
-    assert "class JSONDecoder" in found["json/decoder.py"]
-    assert not any(_stdlib.SKIPPED_FOLDERS & set(path.split("/")[:-1]) for path in found)
-
-
 def test_code_is_split_without_overlap(root, few):
     code = made(root, "stdlib_code")
     assert sorted((row["path"], row["text"]) for row in code) == sorted(row for row in few if row[1].strip())
@@ -72,13 +63,11 @@ def test_preferred_half_is_the_one_in_order(root):
 
 
 def test_tokens_are_tagged_by_their_role():
-    source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
-    row = stdlib_tokens.tagged_tokens(source)
+    row = stdlib_tokens.tagged_tokens("def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n")
     tagged = dict(zip(row["tokens"], row["tags"], strict=True))
     roles = {"O": "( ) = : , . *", "keyword": "def return or", "call": "read", "name": "self n", "attribute": "file"}
-    expected = {text: role for role, texts in roles.items() for text in texts.split()}
-    assert tagged == expected | {"2": "number", "9": "number", "'abc'": "string", "# bytes": "comment"}
-    assert stdlib_tokens.tagged_tokens("def f(") is None
+    roles |= {"number": "2 9", "string": "'abc'"}
+    assert tagged == {text: role for role in roles for text in roles[role].split()} | {"# bytes": "comment"}
 
 
 @pytest.mark.parametrize("name", [name for name in samples.sample_names() if name.startswith("stdlib_")])
@@ -87,9 +76,6 @@ def test_tokenizer_decodes_every_text(root, name):
     values = [value for row in rows(root, name, "validation") for value in row.values()]
     texts = [value if isinstance(value, str) else " ".join(value) for value in values]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
-    strange = "für 漢字 🙂\t\r\n\x00"
-    assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
-    assert 1000 < len(tokenizer) <= _stdlib.VOCABULARY
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
 
 
@@ -102,25 +88,15 @@ def test_sample_as_dataset_and_tokenizer_name(root):
         assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
 
 
-def _killed(root):
-    """Die between the rows and the tokenizer."""
-    _stdlib.train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
-    samples.sample_folder("stdlib_code", root)
-
-
-def test_interrupted_sample_is_made_again(root):
-    with pytest.raises(kit.RankFailed):
-        kit.spawn(1, _killed, root, out=root / "out")
+def test_interrupted_sample_is_made_again_and_changed_code_makes_its_own(root, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(_stdlib, "train_tokenizer", lambda *_: 1 / 0)
+        samples.sample_folder("stdlib_code", root)
     assert not folder(root, "stdlib_code").exists()
     (unfinished,) = (root / "samples").glob("*.tmp")
-    assert (unfinished / "train.jsonl").exists()
     (unfinished / "leftover").touch()
-    assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
-    assert not (folder(root, "stdlib_code") / "leftover").exists()
-
-
-def test_changed_code_makes_its_own_rows(root, monkeypatch):
     first = samples.sample_folder("stdlib_code", root)
+    assert {path.name for path in Path(first).iterdir()} == {"train.jsonl", "validation.jsonl", "tokenizer"}
     (root / "changed.py").write_text(Path(stdlib_code.__file__).read_text() + "# changed\n")
     monkeypatch.setattr(stdlib_code, "__file__", str(root / "changed.py"))
     assert samples.sample_folder("stdlib_code", root) != first
