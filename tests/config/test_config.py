@@ -1,15 +1,13 @@
-"""The run file: precedence, types, bounds, all errors at once, suggestions, --help, and back to YAML without loss."""
+"""The run file: precedence, types, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
 import json
-import math
 import re
-from typing import get_args, get_origin
 
 import pytest
 import yaml
 
-from src.config import addons, fields, help_text, parsing, paths, validation
+from src.config import addons, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.parsing import NAMES_ELSEWHERE
@@ -112,44 +110,19 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
     assert "run.yaml: max_length is 1: " in message
 
 
-def test_all_violated_rules_at_once(here):
-    message = errors(**MODEL, model_name_or_path="gpt2", warmup_steps=1.5, output_dir="s3://bucket")
-    assert message.startswith("3 errors")
-    for part in ("warmup_steps is 1.5", "output_dir: s3", "model_name_or_path and model_config"):
-        assert part in message
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_number_has_bounds_that_are_checked(kind):
-    for name, type_ in fields.field_types(kind).items():
-        numbers = {int, float} & {type_, *get_args(type_)}
-        if get_origin(type_) is list or not numbers:
-            continue
-        rules = declared_options(kind)[name]
-        outside = [bound for bound in (rules.above, rules.below) if bound is not None]
-        outside += [] if rules.min is None else [rules.min - 1]
-        outside += [] if rules.max is None else [rules.max + 1]
-        assert outside, name
-        for value in [*outside, *([math.nan, math.inf] if float in numbers else [])]:
-            with pytest.raises(ValueError, match=f"^{name} is "):
-                fields.read_words(kind, name, [str(value)])
-
-
 @pytest.mark.parametrize(
     "argv, parts",
     [
         (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
         (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
-        (["--output_dir", ""], ["--output_dir: ''"]),
+        (["--learning_rate", "nan"], ["--learning_rate is nan"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
-        (["--optim_args", "{a: {b: {5: 1}}}"], ["the key 5 is not text"]),
         (["--parameter_groups", "{x: {lr_facto: 2}}"], ["x: lr_facto: unknown field; did you mean lr_factor?"]),
         (["--task", "text_clasification"], ["task: ", "'text_clasification'; did you mean text_classification?"]),
         (["--label_column", "kind"], ["--label_column: ", "text_classification", "causal_lm"]),
         (["--learning_rat", "1"], ["--learning_rat: unknown field; did you mean learning_rate?"]),  # not abbreviated
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
-        (["--config", "a.yaml", "--config", "b.yaml"], ["--config: give it once"]),
         (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "--config configs/stdlib_lm.yaml"]),
     ],
 )
@@ -175,7 +148,6 @@ def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
         (b"", ["`name: value`"]),
         (b"\x00\xff\xfe\x80abc", ["not readable as YAML"]),
         (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["'seed' is given twice", "line 3, column 1"]),
-        (b"learning_rate: yes", ["learning_rate: True", "number"]),
         (b"packing: true\ntask: text_classification", ["packing: ", "causal_lm", "text_classification"]),
     ],
 )
@@ -211,38 +183,28 @@ def test_rules_of_an_evaluation(here):
     message = errors(training=False, **given)
     assert "model_config is llama.yaml" in message
     assert "--checkpoint scores" in message
-    given = {"model_name_or_path": "gpt2", "train_file": "a.jsonl"}
-    assert "no data: give --validation_file" in errors(training=False, **given)
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", OPTIONS)
-def test_help_all_shows_every_field_once_with_one_default(capsys, task):
-    with pytest.raises(SystemExit) as stop:
-        parsing.parse(["--help", "all", "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
+def test_help_shows_every_field_once_with_one_default(capsys, task):
     declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
     for addon in addons.addons_with_fields():
         declared |= declared_options(addon.Fields)
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit) as stop:
+            parsing.parse([*words, "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert declared.keys() <= set(re.findall(r"\w+", shown))  # the short help only names seldom ones
     flags = ["help", "schema", "config", "checkpoint", *declared]
     assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(flags)
     assert re.findall(r"^(command|model|optimizer|task \w+):$", shown, re.M)[-1] == f"task {task}"
     text = " ".join(shown.split())
     assert all(rules.help[:20] in text for rules in declared.values())
     assert text.count("(default: ") == len(declared)
-
-
-def test_help_shows_what_most_runs_set_and_names_the_rest(capsys):
-    with pytest.raises(SystemExit):
-        parsing.parse(["--help"], OPTIONS)
-    shown, fields = capsys.readouterr().out, {field.name for field in dataclasses.fields(RunConfig)}
-    listed = set(re.findall(r"^  --(\w+)", shown, re.M))
-    named = set(re.findall(r"\w+", shown.partition("more fields, by --help all:")[2]))
-    assert {*help_text.SELDOM.split()} <= named & fields
-    assert fields - named <= listed
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -278,27 +240,18 @@ def test_saved_config_holds_absolute_paths(here):
 
 def test_files_are_looked_up_here_then_in_the_repository(here):
     name = "configs/stdlib_lm.yaml"
-    assert paths.locate(name) == str(kit.REPOSITORY / name)
     assert parsed("--config", name)[0].dataset_name == "stdlib_code"
     (here / "configs").mkdir()
     kit.write_yaml(name, {"seed": 7})
-    assert paths.locate(name) == str(here / name)
     assert parsed("--config", name)[0].seed == 7
     assert paths.locate("org/model") == "org/model"
 
 
 @pytest.mark.parametrize(
     "words, used",
-    [
-        ([], True),
-        (["--max_steps", "20", "--output_dir=x"], True),
-        (["--model-config=llama.yaml"], False),
-        (["configs/stdlib_lm.yaml"], False),
-    ],
+    [(["--max_steps", "20"], True), (["--model-config=llama.yaml"], False), (["configs/stdlib_lm.yaml"], False)],
 )
 def test_sample_is_trained_if_nothing_is_named(words, used, capsys):
     argv = parsing.with_default_config(words)
     assert argv == (["--config", parsing.SAMPLE, *words] if used else words)
     assert (parsing.SAMPLE in capsys.readouterr().out) == used
-    if used:
-        assert parsing.parse(argv, OPTIONS)[0].output_dir == ("x" if words else "runs/stdlib_lm")

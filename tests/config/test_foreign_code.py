@@ -27,14 +27,11 @@ EVIL = {
     "cache_dir": "/evil/cache",
     "report_to": ["wandb"],
     "push_to_hub": True,
-    "hub_model_id": "evil/model",
     "init_from": "/evil/run",
-    "resume": "/evil/run",
     "tokenizer_name": "evil/tokenizer",
     "model_name_or_path": "evil/model",
     "attn_implementation": "evil/kernel",
     "chat_template": "/evil/template",
-    "sample_prompt": "evil",
     "techniques": {"evil": None},
 }
 CHECKPOINT = "checkpoints/step_00000003"
@@ -98,16 +95,14 @@ def claim(checkpoint: Path, **fields) -> Path:
 def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
     checkpoint = claim(run / CHECKPOINT, **EVIL)
     shutil.rmtree(run / "final")
-    for name in (checkpoint, run):
-        cfg, options, step = parse_evaluation("--checkpoint", name)
-        assert "evil" not in json.dumps([vars(cfg), vars(options)])
-        assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
-        assert (cfg.output_dir, step) == (str(run), 3)
-        warnings = capsys.readouterr().err
-        for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
-            assert flag in warnings
+    cfg, options, step = parse_evaluation("--checkpoint", run)
+    assert "evil" not in json.dumps([vars(cfg), vars(options)])
+    assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
+    assert (cfg.output_dir, step) == (str(run), 3)
+    warnings = capsys.readouterr().err
+    for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
+        assert flag in warnings
     assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[0].trust_remote_code
-    assert "trust_remote_code" not in capsys.readouterr().err
 
 
 def test_no_harmful_field_declares_from_checkpoint():
@@ -118,9 +113,7 @@ def test_no_harmful_field_declares_from_checkpoint():
         assert not [name for name in used if name.endswith(("_dir", "_code", "_to", "_from"))]
 
 
-@pytest.mark.parametrize(
-    "url", ["reference://x.jsonl::file:///evil.json", "local:///x.jsonl", "zip://x.jsonl::http://h/x"]
-)
+@pytest.mark.parametrize("url", ["zip://x.jsonl::http://h/x", "local:///x.jsonl"])
 def test_stores_that_run_code_are_not_taken_from_a_checkpoint(run, capsys, url):
     checkpoint = claim(run / CHECKPOINT, validation_file=[url])
     assert parse_evaluation("--checkpoint", checkpoint)[0].validation_file == []
@@ -136,18 +129,9 @@ def test_files_of_folders_above_are_not_read(run, trained):
         assert cfg.validation_file == parse_evaluation("--checkpoint", trained.folder)[0].validation_file
 
 
-@pytest.mark.parametrize(
-    "typed, where",
-    [
-        ("run/final", "run"),
-        (f"run/{CHECKPOINT}", "run"),
-        ("model", "model"),
-        ("link", "link"),
-    ],
-)
+@pytest.mark.parametrize("typed, where", [("run/final", "run"), (f"run/{CHECKPOINT}", "run"), ("link", "link")])
 def test_folder_of_eval_json_follows_from_the_typed_path(run, tmp_path, monkeypatch, typed, where):
-    shutil.copytree(run / "final", tmp_path / "model")
-    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "link").symlink_to(shutil.copytree(run / "final", tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
     for name in (typed, tmp_path / typed):
         assert parse_evaluation("--checkpoint", name)[0].output_dir == str(tmp_path / where)
@@ -161,16 +145,6 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert json.loads((moved / "eval.json").read_text()) == trained.kind("eval")[-1]
     assert not (tmp_path / "outside").exists()  # the link is replaced, not followed
     assert atomic_folder.verify(moved) == []
-
-
-def test_final_model_without_its_configuration_is_refused(run):
-    shutil.rmtree(run / "checkpoints")
-    (run / "final" / "run_config.yaml").unlink()
-    (run / "final" / atomic_folder.MANIFEST).unlink()
-    with pytest.raises(UsageError, match=r"run_config.yaml.*--model_name_or_path"):
-        parse_evaluation("--checkpoint", run / "final")
-    with pytest.raises(UsageError, match="checkpoint and model_name_or_path"):
-        parse_evaluation("--checkpoint", run, "--model_name_or_path", "gpt2")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])
@@ -212,16 +186,10 @@ def spoil(kind: str, folder: Path, marker: Path) -> None:
 
     evil = folder / "evil.py"
     evil.write_text(code(marker) + "from transformers import GPT2Config as C, GPT2LMHeadModel as M, GPT2Tokenizer as T")
-    known = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
-    if kind == "known model":
-        change("config.json", auto_map=known)
-    elif kind == "unknown model":
-        change("config.json", auto_map=known, model_type="evil")
+    if kind == "model":
+        change("config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, model_type="evil")
     elif kind == "tokenizer":
         change("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="T")
-    elif kind == "generate":
-        (folder / "custom_generate").mkdir()
-        shutil.move(evil, folder / "custom_generate" / "generate.py")
     elif kind == "pickle":
         (folder / "model.safetensors").unlink()
         torch.save({"weight": Pickled(code(marker))}, folder / "pytorch_model.bin")
@@ -232,10 +200,8 @@ def spoil(kind: str, folder: Path, marker: Path) -> None:
 @pytest.mark.parametrize(
     "kind, refused",
     [
-        ("known model", None),  # transformers' own class is used
-        ("unknown model", "custom code"),
+        ("model", "custom code"),
         ("tokenizer", "tokenizer"),
-        ("generate", None),
         ("pickle", "could not be built"),
         ("attn_implementation", "attn_implementation.*trust_remote_code"),
         ("_attn_implementation", "attn_implementation.*trust_remote_code"),
@@ -248,12 +214,9 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
     def build(**more):
         task = make_task(*parse(model_name_or_path=folder, train_file="x.jsonl", **more))
         task.load()
-        task.build().generate(input_ids=torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
+        task.build()
 
-    if refused:
-        with pytest.raises(UsageError, match=refused):
-            build()
-    else:
+    with pytest.raises(UsageError, match=refused):
         build()
     if "attn" in kind:
         build(attn_implementation="sdpa")
@@ -265,10 +228,9 @@ def test_attention_kernels_of_the_hub_need_opt_in(tmp_path):
         validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", **evil))
     validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", trust_remote_code=True, **evil))
     part = {"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}
-    for values in (kit.TINY | evil, part):
-        model = kit.write_yaml(tmp_path / "model.yaml", values)
-        with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-            make_task(*parse(model_config=model, train_file="x.jsonl")).load()
+    model = kit.write_yaml(tmp_path / "model.yaml", part)
+    with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
+        make_task(*parse(model_config=model, train_file="x.jsonl")).load()
 
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
@@ -305,9 +267,8 @@ def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
     fields = {"model_config": model, "dataset_name": evil_dataset(kind, split, tmp_path, marker)}
     fields |= {"streaming": True, "max_steps": 1} if streaming else {}
-    with pytest.raises(UsageError, match="dataset_name") as raised:
+    with pytest.raises(UsageError, match="dataset_name"):
         kit.open_data(cache_dir=tmp_path / "cache", **fields)
-    assert kind != "reference" or "reference://" in str(raised.value)
 
 
 def test_chat_template_runs_no_code(tmp_path, marker):

@@ -13,7 +13,6 @@ import train
 from src.config.schema import RunConfig
 from src.reporting import trackers
 from tests.helpers import kit
-from tests.helpers.killing import train_until_killed
 from tests.helpers.stopping import begin, check_stopped, recipe
 
 
@@ -138,29 +137,8 @@ def test_only_a_resumed_run_keeps_its_id_and_wandb_variables_win(tmp_path, monke
     first, resumed, second = options(0), options(10), options(0)
     assert first == resumed == {"name": tmp_path.name, "id": first["id"], "resume": "allow", "dir": str(tmp_path)}
     assert second["id"] != first["id"]
+    points = trackers.tracker_options(RunConfig(output_dir=str(tmp_path)), 10)["tensorboard"]
+    assert points == {"purge_step": 11}  # steps after the checkpoint come again
     for variable in names:
         monkeypatch.setenv(f"WANDB_{variable}", variable)
     assert options(0) == {option: variable for variable, option in names.items()}
-
-
-@pytest.mark.cluster
-def test_killed_and_resumed_run_is_one_run_of_wandb_and_tensorboard(tiny, tmp_path, monkeypatch):
-    """The real wandb (offline); each point of TensorBoard is there once."""
-    pytest.importorskip("wandb")
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", "")
-    folder = tmp_path / "run"
-    fields = {"report_to": ["wandb", "tensorboard"], "max_steps": 9, "save_steps": 3, "eval_steps": 2}
-    argv = recipe(tiny, **fields, project="pears")
-    train_until_killed(5, 1, folder, *argv)
-    kit.run_training(1, folder, *argv)
-    run_id = json.loads((folder / "trackers.json").read_text())["run_id"]
-    assert len(list(folder.glob(f"wandb/*run-*/*{run_id}.wandb"))) == 2  # one file for each start, of the same run
-    points = EventAccumulator(str(folder / "trackers" / "pears"))
-    points.Reload()
-    for kind in ("train", "eval"):
-        steps = [(event.step, kind) for event in points.Scalars(f"{kind}/loss")]
-        assert steps == [(step, name) for step, name, _ in expected(folder) if name == kind]

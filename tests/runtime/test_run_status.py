@@ -1,7 +1,5 @@
 """status.json, exit code of a run, and the lock of the run folder."""
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -74,18 +72,6 @@ def test_second_run_in_a_folder_is_refused(tiny, tmp_path, short_wait):
     step = check_stopped(first, folder)
     train_steps = [line["step"] for line in kit.timeless(folder) if line["kind"] == "train"]
     assert train_steps == list(range(1, step + 1))
-
-
-def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_status, "_locks", {})
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    for _ in range(3):  # a start locks its folder three times
-        run_status.lock_run_folder(tmp_path / "run")
-    assert run_status.keep_lock(tmp_path / "run")
-    assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
 
 
 def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from samples import _stdlib, stdlib_code, stdlib_tokens
 from src.storage import cache_folder as samples
-from tests.helpers import kit
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def made(root, name) -> list[dict]:
     train, validation = rows(root, name, "train"), rows(root, name, "validation")
     assert len(train) > 5 * len(validation) > 0
     key = "code" if "code" in train[0] else "path"
-    assert name == "stdlib_preferences" or not {row[key] for row in train} & {row[key] for row in validation}
+    assert not {row[key] for row in train} & {row[key] for row in validation}
     return train + validation
 
 
@@ -54,12 +53,6 @@ def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
         (function,) = ast.parse(row["code"]).body
         assert ast.get_docstring(function) is None
         assert len(row["docstring"].splitlines()) == 1
-
-
-def test_preferred_half_is_the_one_in_order(root):
-    for row in made(root, "stdlib_preferences"):
-        compile(row["prompt"] + row["chosen"], row["path"], "exec")
-        assert row["chosen"].splitlines() == row["rejected"].splitlines()[::-1] != row["rejected"].splitlines()
 
 
 def test_tokens_are_tagged_by_their_role():
@@ -77,15 +70,6 @@ def test_tokenizer_decodes_every_text(root, name):
     texts = [value if isinstance(value, str) else " ".join(value) for value in values]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
-
-
-def test_sample_as_dataset_and_tokenizer_name(root):
-    kit.write_yaml(root / "llama.yaml", {k: v for k, v in kit.LLAMA.items() if k != "vocab_size"})
-    fields = {"dataset_name": "stdlib_code", "tokenizer_name": "stdlib_code", "model_config": root / "llama.yaml"}
-    task, splits = kit.open_data(**fields, cache_dir=root, max_length=64)
-    assert task.config.vocab_size == len(task.tokenizer)
-    for split in ("train", "validation"):
-        assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
 
 
 def test_interrupted_sample_is_made_again_and_changed_code_makes_its_own(root, monkeypatch):
