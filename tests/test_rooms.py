@@ -63,11 +63,6 @@ def test_the_map_shows_every_file_by_its_first_line():
     assert rows == headers()
 
 
-@pytest.mark.parametrize("room", ORDER)
-def test_every_room_of_src_is_mirrored_in_tests(room):
-    assert list((kit.REPOSITORY / "tests" / room).glob("test_*.py"))
-
-
 # ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
 
 PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").glob("*.md"))]

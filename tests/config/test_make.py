@@ -47,17 +47,11 @@ def test_clean_keeps_data_runs_and_environment(project):
 
 
 def test_setup_again_after_a_failure(project):
-    """And over a broken environment."""
     (project / "requirements.txt").write_text("./no-such-folder\n")
     assert make(project, "setup")[0] == 2
     assert not (project / ".venv" / "done").exists()
-
     (project / "requirements.txt").write_text("")
-    python = project / ".venv" / "bin" / "python"
-    python.unlink()
-    python.symlink_to("/nowhere/python3.9")
     assert make(project, "setup")[:2] == (0, [])
-    assert run(python, "-m", "pip", "--version")[0] == 0
     assert "Nothing to be done" in make(project, "setup")[2]
 
 

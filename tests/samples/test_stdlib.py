@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from samples import _stdlib, stdlib_code, stdlib_tokens
+from samples import _stdlib, stdlib_code
 from src.storage import cache_folder as samples
 
 
@@ -53,14 +53,6 @@ def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
         (function,) = ast.parse(row["code"]).body
         assert ast.get_docstring(function) is None
         assert len(row["docstring"].splitlines()) == 1
-
-
-def test_tokens_are_tagged_by_their_role():
-    row = stdlib_tokens.tagged_tokens("def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n")
-    tagged = dict(zip(row["tokens"], row["tags"], strict=True))
-    roles = {"O": "( ) = : , . *", "keyword": "def return or", "call": "read", "name": "self n", "attribute": "file"}
-    roles |= {"number": "2 9", "string": "'abc'"}
-    assert tagged == {text: role for role in roles for text in roles[role].split()} | {"# bytes": "comment"}
 
 
 @pytest.mark.parametrize("name", [name for name in samples.sample_names() if name.startswith("stdlib_")])
