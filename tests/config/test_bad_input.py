@@ -110,18 +110,14 @@ CASES = {
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A folder with data, a tokenizer and a saved model that fit together; imports here are shared by all runs."""
-    import datasets
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("good")
-    text = [{"text": "the cat sat on a mat", "label": n % 2} for n in range(20)]
-    data = {"train.jsonl": [{"input_ids": [1, 2, 3, 4, n]} for n in range(20)], "text.jsonl": text}
-    write(folder, {"llama.yaml": kit.LLAMA} | data)
-    kit.tiny_tokenizer(folder / "tokenizer", [row["text"] for row in text])
+    write(folder, {"llama.yaml": kit.LLAMA, "train.jsonl": [{"input_ids": [1, 2, 3, 4, n]} for n in range(20)]})
+    kit.tiny_tokenizer(folder / "tokenizer", ["the cat sat on a mat"] * 20)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.LLAMA)).save_pretrained(folder / "model")
-    datasets.load_dataset("json", data_files=str(folder / "text.jsonl"), split="train")
     return folder
 
 

@@ -1,7 +1,6 @@
 """The run file: precedence, types, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -10,14 +9,11 @@ import yaml
 from src.config import addons, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
-from src.config.parsing import NAMES_ELSEWHERE
-from src.config.paths import SCHEMA_FILE
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
 MODEL = {"model_config": "llama.yaml", "train_file": "a.jsonl"}
-KINDS = [RunConfig, *(options() for options in OPTIONS.values())]
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
 
 
 @pytest.mark.parametrize(
-    "argv, parts",
+    "given, parts",
     [
         (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
         (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
@@ -124,38 +120,21 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
         (["--learning_rat", "1"], ["--learning_rat: unknown field; did you mean learning_rate?"]),  # not abbreviated
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
         (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "--config configs/stdlib_lm.yaml"]),
+        (["--lr", "1"], ["--lr: unknown field; give learning_rate"]),  # a name of other trainers
+        (b"", ["run.yaml: ", "`name: value`"]),
+        (b"\x00\xff\xfe\x80abc", ["run.yaml: not readable as YAML"]),
+        (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["run.yaml: ", "'seed' is given twice", "line 3, column 1"]),
+        (b"packing: true\ntask: text_classification", ["run.yaml: packing: ", "causal_lm", "text_classification"]),
     ],
 )
-def test_errors_of_the_command_line(here, argv, parts):
-    message = errors(*argv)
+def test_errors_of_the_command_line_and_the_run_file(here, given, parts):
+    if isinstance(given, bytes):
+        (here / "run.yaml").write_bytes(given)
+        given = ["--config", "run.yaml"]
+    message = errors(*given)
     for part in parts:
         assert part in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
-def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
-    hint = NAMES_ELSEWHERE[name]
-    assert f"{name}: unknown field; {hint}" in errors(f"--{name}", "1", **MODEL)
-    known = {field for kind in KINDS for field in declared_options(kind)}
-    known |= json.loads(SCHEMA_FILE.read_text())["properties"].keys()  # those of an add-on that a fork has deleted, too
-    assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
-
-
-@pytest.mark.parametrize(
-    "content, parts",
-    [
-        (b"", ["`name: value`"]),
-        (b"\x00\xff\xfe\x80abc", ["not readable as YAML"]),
-        (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["'seed' is given twice", "line 3, column 1"]),
-        (b"packing: true\ntask: text_classification", ["packing: ", "causal_lm", "text_classification"]),
-    ],
-)
-def test_errors_of_the_run_file(here, content, parts):
-    (here / "run.yaml").write_bytes(content)
-    message = errors("--config", "run.yaml")
-    for part in ["run.yaml: ", *parts]:
-        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -245,13 +224,3 @@ def test_files_are_looked_up_here_then_in_the_repository(here):
     kit.write_yaml(name, {"seed": 7})
     assert parsed("--config", name)[0].seed == 7
     assert paths.locate("org/model") == "org/model"
-
-
-@pytest.mark.parametrize(
-    "words, used",
-    [(["--max_steps", "20"], True), (["--model-config=llama.yaml"], False), (["configs/stdlib_lm.yaml"], False)],
-)
-def test_sample_is_trained_if_nothing_is_named(words, used, capsys):
-    argv = parsing.with_default_config(words)
-    assert argv == (["--config", parsing.SAMPLE, *words] if used else words)
-    assert (parsing.SAMPLE in capsys.readouterr().out) == used

@@ -246,9 +246,6 @@ def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
     data.mkdir()
     kit.write_jsonl(data / "train.jsonl", rows)
     kit.write_jsonl(folder / "outside.jsonl", rows)
-    if kind == "script":
-        (data / "data.py").write_text(code(marker))
-        return data
     templates = {"templates": {"u": TEMPLATE.format(marker)}, "refs": {"x.jsonl": ["{{u}}", 0, 1]}}
     (folder / "reference.jsonl").write_text(json.dumps({"version": 1} | templates))
     path = {
@@ -263,7 +260,7 @@ def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
 
 
 @pytest.mark.parametrize("split, streaming", [("train", False), ("test", False), ("train", True)])
-@pytest.mark.parametrize("kind", ["script", "outside", "local", "reference"])
+@pytest.mark.parametrize("kind", ["outside", "local", "reference"])
 def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
     if streaming:
         kit.need_addon("streaming")

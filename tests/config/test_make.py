@@ -1,4 +1,4 @@
-"""Makefile targets in a folder of their own (setup, clean, report), and the check of Python and its packages."""
+"""Makefile targets in a folder of their own (setup, clean), and the check of Python and its packages."""
 
 import shutil
 import subprocess
@@ -72,17 +72,10 @@ def test_old_python_and_missing_packages_are_one_sentence(words, parts):
 
 
 @pytest.mark.parametrize(
-    "words, part",
-    [
-        (["train", "NPROC=two"], "NPROC is 'two'"),
-        (["train", "CONFIG=a b.yaml"], "CONFIG is 'a b.yaml'"),
-        (["train", "config=x.yaml"], "CONFIG=x.yaml"),
-        (["report"], "no run in runs/"),
-        (["report", "RUN=runs/a"], "error: addons/tools/"),  # the folder has no addons/
-    ],
+    "words, part", [(["NPROC=two"], "NPROC is 'two'"), (["CONFIG=a b.yaml"], "'a b.yaml'"), (["config=x"], "CONFIG=x")]
 )
-def test_what_make_refuses(project, words, part):
-    command = ["make", "-o", ".venv/done", f"VENV={Path(sys.executable).parent}", *words]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+def test_invalid_variable(project, words, part):
+    """make itself would train another configuration."""
+    done = subprocess.run(["make", "train", *words], cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert part in done.stderr

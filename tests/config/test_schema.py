@@ -8,7 +8,7 @@ import pytest
 
 from src.config import help_text
 from src.config.addons import missing_addon
-from src.config.paths import SCHEMA_FILE, read_yaml
+from src.config.paths import SCHEMA_FILE
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -18,8 +18,6 @@ needs_all_addons = pytest.mark.skipif(
     not set(PROPERTIES["task"]["enum"]) <= OPTIONS.keys() or any(map(missing_addon, PROPERTIES)),
     reason="configs/schema.json also has the fields of add-ons that are not here",
 )
-TASKS_PAGE = (kit.REPOSITORY / "docs" / "tasks.md").read_text()
-RUN_FILES = [path for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")) if f"`{path.name}`" in TASKS_PAGE]
 
 
 def train(*words: str) -> tuple[str, str]:
@@ -36,17 +34,10 @@ def test_file_is_what_the_fields_declare():
     assert train("--schema")[0] == SCHEMA_FILE.read_text()
 
 
-def test_schema_knows_types_choices_bounds_and_options_of_tasks():
+def test_schema_knows_every_name_and_those_of_tasks():
     assert SCHEMA["additionalProperties"] is False
-    assert PROPERTIES["dtype"]["enum"] == ["float32", "float64", "bfloat16"]
-    assert PROPERTIES["seed"]["minimum"] == 0
-    assert PROPERTIES["train_file"]["type"] == ["array", "string"]
-    assert [part.get("const") for part in PROPERTIES["per_device_batch_size"]["anyOf"]] == [None, "auto"]
     _, options = help_text.fields_in(SCHEMA)
     assert options["causal_lm"]["packing"]["type"] == "boolean"
-    for path in RUN_FILES:
-        assert "\n# yaml-language-server: $schema=schema.json\n" in path.read_text()
-        assert read_yaml(path).keys() <= PROPERTIES.keys()
 
 
 def test_help_is_shown_without_slow_imports():

@@ -50,15 +50,10 @@ def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
-def test_commands_of_train_py(command, tmp_path):
+def test_commands_of_train_py(command):
     """Run each command of the README with --dry_run."""
     command = command if "--dry_run" in command else f"{command} --dry_run"
-    if command.startswith("python train.py "):
-        kit.spawn(1, kit._command, "train.py", command.split()[2:], kit.REPOSITORY, out=tmp_path)
-        text = (tmp_path / "rank0.txt").read_text()
-    else:
-        text = shell(command)
-    assert "learning rate" in text
+    assert "learning rate" in shell(command)
 
 
 def test_run_files_are_valid_and_begin_with_their_command():
@@ -72,11 +67,10 @@ def test_run_files_are_valid_and_begin_with_their_command():
             if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
                 raise
         if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
-            start, end = (
-                "# accelerate launch --config_file accelerate_configs/",
-                f"train.py --config configs/{path.name}",
-            )
-            assert re.match(f"{start}.*{end}\n", path.read_text())
+            first, _, rest = path.read_text().partition("\n")
+            assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+            assert first.endswith(f"train.py --config configs/{path.name}")
+            assert "# yaml-language-server: $schema=schema.json\n" in rest
 
 
 def test_readme_shows_the_step_of_train_py():

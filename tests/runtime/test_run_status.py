@@ -8,18 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 import train
 from src.runtime import run_status
 from tests.helpers import kit
 from tests.helpers.stopping import begin, check_stopped, recipe
-
-
-@pytest.fixture
-def short_wait(monkeypatch) -> None:
-    """Wait half a second for the lock of a run folder."""
-    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
 
 
 def exit_code(folder: Path, launcher_code: int = 1) -> int:
@@ -61,7 +53,8 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
 # ---- lock --------------------------------------------------------------------------------------------------------------
 
 
-def test_second_run_in_a_folder_is_refused(tiny, tmp_path, short_wait):
+def test_second_run_in_a_folder_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
     flags, folder = recipe(tiny, max_steps=100_000), tmp_path / "run"
     first = begin(tmp_path, flags, world=1)
     second = kit.Ranks("train.py", *flags, "--output_dir", folder, folder=tmp_path / "elsewhere", world=2)
