@@ -51,7 +51,6 @@ def test_precedence_defaults_base_yaml_flags(here):
     [
         (["--learning-rate=3e-4"], "learning_rate", 3e-4),
         (["--per_device_batch_size", "auto"], "per_device_batch_size", "auto"),
-        (["--train_file", "a", "b", "--seed", "1"], "train_file", ["a", "b"]),
         (["--optim_args", '{"x": 1e5}'], "optim_args", {"x": 1e5}),  # a number in JSON, but text in YAML 1.1
         (["--packing", "--seed", "1"], "packing", True),
         (["--no_append_eos"], "append_eos", False),
@@ -143,7 +142,6 @@ def test_errors_of_the_command_line_and_the_run_file(here, given, parts):
         ({"per_device_batch_size": 9, "global_batch_size": 8}, ["per_device_batch_size is 9", "which is 8"]),
         ({"model_config": None}, ["no model: give --model_name_or_path"]),
         ({"dataset_name": "stdlib_code"}, ["dataset_name and train_file are both given"]),
-        ({"train_file": None}, ["no data: give --train_file"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
         ({"cache_dir": "s3://bucket/run"}, ["cache_dir: s3", "is a URL"]),
     ],

@@ -1,7 +1,4 @@
-"""FLOPs per token against PyTorch's own count of operations; the profile of steps."""
-
-import gzip
-import json
+"""FLOPs per token against PyTorch's own count of operations."""
 
 import pytest
 import torch
@@ -31,12 +28,3 @@ def test_flops_are_those_that_pytorch_counts(tied, lora):
         model.lm_head.weight.requires_grad = True
         model.enable_input_require_grads()
     assert flops_per_token(model, 24) == pytest.approx(counted(model, 3, 24), rel=0.01)
-
-
-def test_profile_holds_the_steps_that_were_asked_for(tiny, tmp_path):
-    flags = kit.flags(**tiny, max_steps=6, global_batch_size=8)
-    run = kit.run_training(1, tmp_path / "run", *flags, "--profile_steps", 5, 9)  # it ends with the run
-    [trace] = (run.folder / "profile").glob("*.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert sum(event["name"] == "Optimizer.step#AdamW.step" for event in events) == 2
-    assert "aten::addmm" in trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text()

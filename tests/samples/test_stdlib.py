@@ -1,6 +1,5 @@
 """The samples from the standard library: made once, complete, and split without overlap."""
 
-import ast
 import json
 from pathlib import Path
 
@@ -28,30 +27,16 @@ def folder(root, name) -> Path:
     return paths[0] if paths else root / "none"
 
 
-def rows(root, name, split):
-    return [json.loads(line) for line in (folder(root, name) / f"{split}.jsonl").read_text().splitlines()]
-
-
-def made(root, name) -> list[dict]:
-    """Return all rows of a sample, about one in ten of them for validation."""
-    samples.sample_folder(name, root)
-    train, validation = rows(root, name, "train"), rows(root, name, "validation")
-    assert len(train) > 5 * len(validation) > 0
-    key = "code" if "code" in train[0] else "path"
-    assert not {row[key] for row in train} & {row[key] for row in validation}
-    return train + validation
+def rows(root, split):
+    return [json.loads(line) for line in (folder(root, "stdlib_code") / f"{split}.jsonl").read_text().splitlines()]
 
 
 def test_code_is_split_without_overlap(root, few):
-    code = made(root, "stdlib_code")
-    assert sorted((row["path"], row["text"]) for row in code) == sorted(row for row in few if row[1].strip())
-
-
-def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
-    for row in made(root, "stdlib_docstrings"):
-        (function,) = ast.parse(row["code"]).body
-        assert ast.get_docstring(function) is None
-        assert len(row["docstring"].splitlines()) == 1
+    samples.sample_folder("stdlib_code", root)
+    train, validation = rows(root, "train"), rows(root, "validation")
+    assert len(train) > 5 * len(validation) > 0
+    code = sorted((row["path"], row["text"]) for row in train + validation)
+    assert code == sorted(row for row in few if row[1].strip())
 
 
 def test_interrupted_sample_is_made_again_and_changed_code_makes_its_own(root, monkeypatch):
