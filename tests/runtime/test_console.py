@@ -8,7 +8,6 @@ import sys
 from tests.helpers import kit
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-STEP = rf"{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TOKENIZERS_", "HF_HUB_DIS"))}
 
 
@@ -22,9 +21,7 @@ def test_lines_in_a_file(files, tmp_path):
     assert done.returncode == 0, text
     assert "\r" not in text
     assert text.endswith("\n")
-    assert len(re.findall(f"^{STEP}$", text, re.M)) == 3
-    assert len(re.findall(rf"^{TIME} evaluation at step \d: loss [\d.]+, .*perplexity", text, re.M)) == 2
-    assert len(re.findall(rf"^{TIME} step 6 saved in \S+/checkpoints/step_00000006; training paused", text, re.M)) == 1
+    assert len(re.findall(rf"^{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d$", text, re.M)) == 3
     text = re.sub(r"\[.*real_accelerator.py.*\n", "", text)  # DeepSpeed, if it is installed: accelerate imports it
     ours = (f"{TIME} ", "  [a-z]", "train$", "eval$", "run  ", "model  ", "1 checkpoint", "$")
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
