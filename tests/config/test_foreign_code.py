@@ -152,7 +152,7 @@ def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
 @pytest.mark.parametrize(
     "name, values, taken",
     [
-        ("validation_file", ["zip://x.jsonl::http://h/x"], []),  # stores that run code
+        ("validation_file", ["https://h/x.jsonl::local://y"], []),  # stores that run code
         ("validation_file", ["local:///x.jsonl"], []),
         ("metrics", ["./f1"], []),
         ("metrics", ["f1", "none"], ["f1", "none"]),  # of this repository
