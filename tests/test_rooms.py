@@ -17,16 +17,8 @@ def imports(folder: Path) -> set[tuple[str, str]]:
     """Return (room, room that it imports) of all files below `folder`."""
     found = set()
     for path in folder.glob("*/**/*.py"):
-        room = path.relative_to(folder).parts[0]
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module == "src":
-                names = [f"src.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            found |= {(room, name.split(".")[1]) for name in names if name.startswith("src.")}
+        names = re.findall(r"^ *(?:from|import) src(?:\.| import )(\w+)", path.read_text(), re.M)
+        found |= {(path.relative_to(folder).parts[0], name) for name in names}
     return {(one, other) for one, other in found if one != other}
 
 
@@ -61,11 +53,6 @@ def test_the_map_shows_every_file_by_its_first_line():
     page = (kit.REPOSITORY / "docs" / "architecture.md").read_text()
     rows = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", page, re.M))
     assert rows == headers()
-
-
-@pytest.mark.parametrize("room", ORDER)
-def test_every_room_of_src_is_mirrored_in_tests(room):
-    assert list((kit.REPOSITORY / "tests" / room).glob("test_*.py"))
 
 
 # ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
@@ -115,16 +102,7 @@ def test_every_guarantee_links_to_a_test():
     assert [row for row in rows if not linked_tests(row)] == []
 
 
-def test_mutant_link_to_a_removed_test_is_caught(tmp_path, monkeypatch):
-    gone = "see `tests/test_rooms.py::test_removed` and `tests/removed/test_x.py`"
-    assert missing_tests(gone) == ["tests/test_rooms.py::test_removed", "tests/removed/test_x.py"]
+def test_mutant_link_to_a_removed_test_is_caught():
+    gone = ["tests/test_rooms.py::test_removed", "tests/removed/test_x.py"]
+    assert missing_tests("see `{}` and `{}`".format(*gone)) == gone
     assert missing_tests("see `tests/test_rooms.py::test_linked_tests_exist`") == []
-    for name in ("a", "b"):
-        (tmp_path / "addons" / "tools").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "addons" / "tools" / f"{name}.py").touch()
-    rows = "| `tools/a` | | | `tests/addons/tools/test_a.py` |\n| `tools/b` | | | `tests/addons/tools/test_b.py` |\n"
-    (tmp_path / "addons" / "README.md").write_text(rows)
-    monkeypatch.setattr(kit, "REPOSITORY", tmp_path)
-    assert missing_tests(rows) == ["tests/addons/tools/test_a.py", "tests/addons/tools/test_b.py"]
-    (tmp_path / "addons" / "tools" / "a.py").unlink()  # with its test: nothing else has to change
-    assert missing_tests(rows) == ["tests/addons/tools/test_b.py"]

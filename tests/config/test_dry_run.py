@@ -1,7 +1,4 @@
-"""--dry_run prints the plan of a run, without a process group, and without memory for a large model."""
-
-import json
-from pathlib import Path
+"""--dry_run builds the model as the run file says, without a process group, and without memory for a large model."""
 
 import pytest
 
@@ -12,37 +9,14 @@ from tests.helpers import plain_task
 
 def dry_run(plain: dict, **fields) -> None:
     """Run train.py --dry_run in this process."""
-    given = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in fields.items()}
-    train.main([str(word) for word in plain_task.flags(plain, dry_run=True, **given)])
+    train.main([str(word) for word in plain_task.flags(plain, dry_run=True, **fields)])
 
 
 def test_plan_counts_what_the_run_file_freezes(plain, tmp_path, capsys):
     dry_run(plain, output_dir=tmp_path / "run", freeze=["enter.*", "leave.weight"])
     assert "1,436 (1,100 trainable) in float64" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("size, warned", [(8, True), (1, False)])
-def test_epoch_of_few_steps_is_warned_of(plain, tmp_path, capsys, size, warned):
-    few = {"max_steps": "none", "global_batch_size": size, "per_device_batch_size": 1, "output_dir": tmp_path}
-    rows = tmp_path / "few.jsonl"
-    rows.write_text("".join(Path(plain["train_file"]).read_text().splitlines(keepends=True)[:20]))
-    dry_run(plain, **few, train_file=rows)
-    assert ("an epoch has only 3 steps of up to 8 examples" in capsys.readouterr().out) == warned
-
-
-@pytest.mark.parametrize(
-    "fields, text",
-    [
-        ({"freeze": ["nope"]}, "freeze: nope"),
-        ({"parameter_groups": {"nope": {"lr_factor": 2}}}, "parameter_groups: nope"),
-        ({"optim": "rprop", "optim_args": {"etas": [1.2, 0.5]}, "weight_decay": 0}, "refuses its arg"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_the_model_is_refused(plain, tmp_path, fields, text):
-    with pytest.raises(UsageError, match=text):
-        dry_run(plain, output_dir=tmp_path / "run", **fields)
+    with pytest.raises(UsageError, match="freeze: nope"):
+        dry_run(plain, output_dir=tmp_path / "run", freeze=["nope"])
 
 
 def test_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path):

@@ -3,21 +3,18 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from src.checkpointing.locate_weights import evaluation_args
-from src.checkpointing.model_folder import write_card
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
-from src.tasks import OPTIONS, base, make_task
-from src.training.model_with_loss import ModelWithLoss
-from src.training.train_state import TrainState
+from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 
 EVIL = {
@@ -26,14 +23,11 @@ EVIL = {
     "cache_dir": "/evil/cache",
     "report_to": ["wandb"],
     "push_to_hub": True,
-    "hub_model_id": "evil/model",
     "init_from": "/evil/run",
-    "resume": "/evil/run",
     "tokenizer_name": "evil/tokenizer",
     "model_name_or_path": "evil/model",
     "attn_implementation": "evil/kernel",
     "chat_template": "/evil/template",
-    "sample_prompt": "evil",
     "techniques": {"evil": None},
 }
 CHECKPOINT = "checkpoints/step_00000003"
@@ -97,16 +91,14 @@ def claim(checkpoint: Path, **fields) -> Path:
 def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
     checkpoint = claim(run / CHECKPOINT, **EVIL)
     shutil.rmtree(run / "final")
-    for name in (checkpoint, run):
-        cfg, options, step = parse_evaluation("--checkpoint", name)
-        assert "evil" not in json.dumps([vars(cfg), vars(options)])
-        assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
-        assert (cfg.output_dir, step) == (str(run), 3)
-        warnings = capsys.readouterr().err
-        for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
-            assert flag in warnings
+    cfg, options, step = parse_evaluation("--checkpoint", run)
+    assert "evil" not in json.dumps([vars(cfg), vars(options)])
+    assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
+    assert (cfg.output_dir, step) == (str(run), 3)
+    warnings = capsys.readouterr().err
+    for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
+        assert flag in warnings
     assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[0].trust_remote_code
-    assert "trust_remote_code" not in capsys.readouterr().err
 
 
 def test_no_harmful_field_declares_from_checkpoint():
@@ -115,15 +107,6 @@ def test_no_harmful_field_declares_from_checkpoint():
         used = {name for name, rules in declared_options(kind).items() if rules.from_checkpoint is True}
         assert not used & set(EVIL)
         assert not [name for name in used if name.endswith(("_dir", "_code", "_to", "_from"))]
-
-
-@pytest.mark.parametrize(
-    "url", ["reference://x.jsonl::file:///evil.json", "local:///x.jsonl", "zip://x.jsonl::http://h/x"]
-)
-def test_stores_that_run_code_are_not_taken_from_a_checkpoint(run, capsys, url):
-    checkpoint = claim(run / CHECKPOINT, validation_file=[url])
-    assert parse_evaluation("--checkpoint", checkpoint)[0].validation_file == []
-    assert f"--validation_file {url}" in capsys.readouterr().err
 
 
 def test_files_of_folders_above_are_not_read(run, trained):
@@ -135,22 +118,9 @@ def test_files_of_folders_above_are_not_read(run, trained):
         assert cfg.validation_file == parse_evaluation("--checkpoint", trained.folder)[0].validation_file
 
 
-@pytest.mark.parametrize(
-    "typed, where",
-    [
-        ("run", "run"),
-        ("run/final", "run"),
-        (f"run/{CHECKPOINT}", "run"),
-        ("run/checkpoints/../final/", "run"),
-        ("model", "model"),
-        ("good", "good"),
-        ("link", "link"),
-    ],
-)
+@pytest.mark.parametrize("typed, where", [("run/final", "run"), (f"run/{CHECKPOINT}", "run"), ("link", "link")])
 def test_folder_of_eval_json_follows_from_the_typed_path(run, tmp_path, monkeypatch, typed, where):
-    shutil.copytree(run / "final", tmp_path / "model")
-    shutil.copytree(run / CHECKPOINT, tmp_path / "good")
-    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "link").symlink_to(shutil.copytree(run / "final", tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
     for name in (typed, tmp_path / typed):
         assert parse_evaluation("--checkpoint", name)[0].output_dir == str(tmp_path / where)
@@ -166,40 +136,33 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert atomic_folder.verify(moved) == []
 
 
-def test_final_model_without_its_configuration_is_refused(run):
-    shutil.rmtree(run / "checkpoints")
-    (run / "final" / "run_config.yaml").unlink()
-    (run / "final" / atomic_folder.MANIFEST).unlink()
-    with pytest.raises(UsageError, match=r"run_config.yaml.*--model_name_or_path"):
-        parse_evaluation("--checkpoint", run / "final")
-    with pytest.raises(UsageError, match="checkpoint and model_name_or_path"):
-        parse_evaluation("--checkpoint", run, "--model_name_or_path", "gpt2")
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])
 def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
     outside = Path(shutil.move(run / name, tmp_path / "outside"))
     (run / name).symlink_to(outside)
     before = outside.read_bytes()
-    argv = ["--config", run / "config.yaml", "--output_dir", run, "--max_steps", 4]
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path)
-    assert codes == [2], texts
-    assert f"{name} is a symbolic link" in texts[0]
+    with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
+        train.main(["--config", str(run / "config.yaml"), "--output_dir", str(run), "--max_steps", "4"])
     assert outside.read_bytes() == before
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("metrics", [["./f1"], ["../metrics/f1"], ["f1.py"], ["f1", "x"]])
-def test_only_metrics_of_this_repository_are_taken_from_a_checkpoint(run, metrics):
-    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=metrics)
-    assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == []
-
-
-def test_known_metrics_are_taken_from_a_checkpoint(run):
-    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=["f1", "none"])
-    assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == ["f1", "none"]
+@pytest.mark.parametrize(
+    "name, values, taken",
+    [
+        ("validation_file", ["https://h/x.jsonl::local://y"], []),  # stores that run code
+        ("validation_file", ["local:///x.jsonl"], []),
+        ("metrics", ["./f1"], []),
+        ("metrics", ["f1", "none"], ["f1", "none"]),  # of this repository
+    ],
+)
+def test_only_plain_names_are_taken_from_a_checkpoint(run, capsys, name, values, taken):
+    checkpoint = claim(run / CHECKPOINT, task="text_classification", **{name: values})
+    cfg, options, _ = parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")
+    assert (vars(cfg) | vars(options))[name] == taken
+    assert (f"--{name} {values[0]}" in capsys.readouterr().err) == (not taken)
 
 
 # ---- models and data -------------------------------------------------------------------------------------------------
@@ -222,16 +185,10 @@ def spoil(kind: str, folder: Path, marker: Path) -> None:
 
     evil = folder / "evil.py"
     evil.write_text(code(marker) + "from transformers import GPT2Config as C, GPT2LMHeadModel as M, GPT2Tokenizer as T")
-    known = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
-    if kind == "known model":
-        change("config.json", auto_map=known)
-    elif kind == "unknown model":
-        change("config.json", auto_map=known, model_type="evil")
+    if kind == "model":
+        change("config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, model_type="evil")
     elif kind == "tokenizer":
         change("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="T")
-    elif kind == "generate":
-        (folder / "custom_generate").mkdir()
-        shutil.move(evil, folder / "custom_generate" / "generate.py")
     elif kind == "pickle":
         (folder / "model.safetensors").unlink()
         torch.save({"weight": Pickled(code(marker))}, folder / "pytorch_model.bin")
@@ -242,10 +199,8 @@ def spoil(kind: str, folder: Path, marker: Path) -> None:
 @pytest.mark.parametrize(
     "kind, refused",
     [
-        ("known model", None),  # transformers' own class is used
-        ("unknown model", "custom code"),
+        ("model", "custom code"),
         ("tokenizer", "tokenizer"),
-        ("generate", None),
         ("pickle", "could not be built"),
         ("attn_implementation", "attn_implementation.*trust_remote_code"),
         ("_attn_implementation", "attn_implementation.*trust_remote_code"),
@@ -258,12 +213,9 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
     def build(**more):
         task = make_task(*parse(model_name_or_path=folder, train_file="x.jsonl", **more))
         task.load()
-        task.build().generate(input_ids=torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
+        task.build()
 
-    if refused:
-        with pytest.raises(UsageError, match=refused):
-            build()
-    else:
+    with pytest.raises(UsageError, match=refused):
         build()
     if "attn" in kind:
         build(attn_implementation="sdpa")
@@ -275,10 +227,9 @@ def test_attention_kernels_of_the_hub_need_opt_in(tmp_path):
         validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", **evil))
     validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", trust_remote_code=True, **evil))
     part = {"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}
-    for values in (kit.TINY | evil, part):
-        model = kit.write_yaml(tmp_path / "model.yaml", values)
-        with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-            make_task(*parse(model_config=model, train_file="x.jsonl")).load()
+    model = kit.write_yaml(tmp_path / "model.yaml", part)
+    with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
+        make_task(*parse(model_config=model, train_file="x.jsonl")).load()
 
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
@@ -291,35 +242,29 @@ def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
     data.mkdir()
     kit.write_jsonl(data / "train.jsonl", rows)
     kit.write_jsonl(folder / "outside.jsonl", rows)
-    if kind == "script":
-        (data / "data.py").write_text(code(marker))
-        return data
     templates = {"templates": {"u": TEMPLATE.format(marker)}, "refs": {"x.jsonl": ["{{u}}", 0, 1]}}
     (folder / "reference.jsonl").write_text(json.dumps({"version": 1} | templates))
     path = {
         "outside": "../outside.jsonl",
         "local": f"local://{folder}/outside.jsonl",
         "reference": f"reference://x.jsonl::file://{folder}/reference.jsonl",
-        "python yaml": "train.jsonl",
     }[kind]
-    evil = f"\nevil: !!python/object/apply:os.system ['touch {marker}']" if kind == "python yaml" else ""
     paths = {"train": "train.jsonl"} | {split: path}
     files = "".join(f"  - split: {name}\n    path: '{path}'\n" for name, path in paths.items())
-    (data / "README.md").write_text(f"---{evil}\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
     return data
 
 
 @pytest.mark.parametrize("split, streaming", [("train", False), ("test", False), ("train", True)])
-@pytest.mark.parametrize("kind", ["script", "outside", "local", "reference", "python yaml"])
+@pytest.mark.parametrize("kind", ["outside", "local", "reference"])
 def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
     if streaming:
         kit.need_addon("streaming")
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
     fields = {"model_config": model, "dataset_name": evil_dataset(kind, split, tmp_path, marker)}
     fields |= {"streaming": True, "max_steps": 1} if streaming else {}
-    with pytest.raises(UsageError, match="dataset_name") as raised:
+    with pytest.raises(UsageError, match="dataset_name"):
         kit.open_data(cache_dir=tmp_path / "cache", **fields)
-    assert kind != "reference" or "reference://" in str(raised.value)
 
 
 def test_chat_template_runs_no_code(tmp_path, marker):
@@ -335,16 +280,8 @@ def test_chat_template_runs_no_code(tmp_path, marker):
 # ---- what is published -----------------------------------------------------------------------------------------------
 
 
-def test_model_card_holds_no_paths_and_no_credentials(trained, tmp_path):
+def test_model_card_holds_no_paths(trained):
+    """And no query strings: tests/config/test_redact.py."""
     card = (trained.folder / "final" / "README.md").read_text()
-    assert "library_name: transformers\n" in card
     assert "train.jsonl" in card
     assert str(trained.folder.parent) not in card
-    cfg, _ = parse(train_file="https://host/x.jsonl?sig=abc", output_dir=tmp_path)
-    task = base.Task(cfg, None)
-    run = SimpleNamespace(cfg=cfg, task=task, model=ModelWithLoss(torch.nn.Linear(1, 1), task), state=TrainState())
-    write_card(tmp_path, run, {"train_file": cfg.train_file}, 0, "")
-    card = (tmp_path / "README.md").read_text()
-    assert "library_name" not in card  # not a transformers model
-    assert " x.jsonl;" in card
-    assert "abc" not in card + (tmp_path / "run_config.yaml").read_text()

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from src.config import parsing, validation
+from src.config import parsing
 from src.config.errors import UsageError
-from src.config.redact import redact, redact_all, url_error, was_redacted
+from src.config.redact import redact, redact_all, url_error
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -27,36 +27,19 @@ SECRETS = re.compile("|".join((PASSWORD, SIGNATURE, USER)))
     "text, clean",
     [
         ("http://h/x.jsonl?X-Amz-Signature=a&v=3: no such file", "http://h/x.jsonl?***: no such file"),
-        ("--train_file=http://h/x?sig=a'b", "--train_file=http://h/x?***"),
         ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?*** (Caused by"),
         ("['--train_file=http://a/x?s=1', 'http://b/y?s=2']", "['--train_file=http://a/x?***', 'http://b/y?***']"),
         ("https:/h/x?sig=a", "https:/h/x?***"),  # as pathlib writes a URL
-        ("zip://a.jsonl::https://h/x.zip?sig=a", "zip://a.jsonl::https://h/x.zip?***"),
         ("proxy http://user:p@ss@host:8080/x", "proxy http://***@host:8080/x"),
+        ("hf://datasets/org/name@main/x.jsonl", None),
+        ("http://host:8080/a@b.jsonl", None),
+        ("Is it http://h/x? It is a=b.", None),
     ],
 )
-def test_redact_removes_query_strings_and_passwords(text, clean):
-    assert redact(text) == clean
-    assert redact(clean) == clean
-    assert redact_all({"a": [text]}) == {"a": [clean]}
-
-
-PLAIN = [
-    "hf://datasets/org/name@main/x.jsonl",
-    "abfs://container@account.dfs.core.windows.net/x",
-    "http://host:8080/a@b.jsonl",
-    "zip://a.jsonl::https://h/a@b.zip",
-    "see https://h: or write to a@b",
-    "Is it http://h/x? It is a=b.",
-    "data/?.jsonl",
-]
-
-
-@pytest.mark.parametrize("text", PLAIN)
-def test_redact_keeps_everything_else(text):
-    assert redact(text) == text
-    assert not was_redacted(text)
-    assert url_error(text) is None
+def test_redact_removes_query_strings_and_passwords_and_nothing_else(text, clean):
+    assert redact(text) == (clean or text)
+    assert redact_all({"a": [text]}) == {"a": [clean or text]}
+    assert clean or url_error(text) is None
 
 
 @pytest.mark.parametrize(
@@ -64,36 +47,20 @@ def test_redact_keeps_everything_else(text):
     [
         "http://user:pass@host/x.jsonl",
         "http://user:p@ss/w?r#d@host/x.jsonl",
-        "http://user:pa ss@host/x",
         "https://token@host/x",
         "s3://key:secret@bucket/x",
-        "zip://a.jsonl::https://user:pass@h/x.zip",
         "https://h/x.jsonl?name=a b&sig=c",  # would be shown after the space
     ],
 )
 def test_url_with_a_password_or_a_space_is_refused(url, tmp_path):
     run_file = tmp_path / "run.yaml"
     mixture = {name: {"train_file": [url]} for name in ("a", "b")}
-    for field, values in (("train_file", {"train_file": url}), ("mixture", {"mixture": mixture})):
-        run_file.write_text(yaml.safe_dump({"model_config": "x.yaml"} | values))
-        with pytest.raises(UsageError, match=f"run.yaml: {field}: ") as refused:
-            parsing.parse(["--config", str(run_file)], OPTIONS)
+    run_file.write_text(yaml.safe_dump({"model_config": "x.yaml", "mixture": mixture}))
+    argvs = {"run.yaml: mixture: ": ["--config", str(run_file)], "--no_such_field: ": ["--no_such_field", url]}
+    for place, argv in argvs.items():
+        with pytest.raises(UsageError, match=place) as refused:
+            parsing.parse(argv, OPTIONS)
         assert url not in str(refused.value)
-    for name in ("validation_file", "max_steps", "no_such_field"):
-        with pytest.raises(UsageError, match=f"--{name}: ") as refused:
-            parsing.parse([f"--{name}", url], OPTIONS)
-        assert url not in str(refused.value)
-
-
-@pytest.mark.parametrize("value", ["http://h/x.jsonl?sig=a", "http://h/x.jsonl?a"])
-def test_redacted_value_is_refused_when_read_back(value, tmp_path):
-    cfg, options = parsing.parse(kit.flags(model_config="x.yaml", train_file=value), OPTIONS)
-    validation.check(cfg, options)
-    saved = tmp_path / "config.yaml"
-    saved.write_text(parsing.to_yaml(cfg, options))
-    with pytest.raises(UsageError, match=r"train_file.*--train_file"):
-        validation.check(*parsing.parse(["--config", str(saved)], OPTIONS))
-    validation.check(*parsing.parse(["--config", str(saved), "--train_file", value], OPTIONS))
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -148,17 +115,13 @@ def test_query_strings_are_in_no_file_and_no_output(guarded, tmp_path):
 
     code, text = command("train.py", **guarded)
     assert code == 0, text
-    run = guarded["output_dir"]
-    # The same command, and the saved configuration with the URLs given again, resume the run.
-    urls = {name: guarded[name] for name in ("train_file", "validation_file")}
-    assert command("train.py", **guarded | {"max_steps": 4})[0] == 0
-    assert command("train.py", config=run / "config.yaml", **urls, max_steps=5)[0] == 0
-    assert [line["step"] for line in kit.Run(run).kind("train")] == [1, 2, 3, 4, 5]
+    run, urls = guarded["output_dir"], {name: guarded[name] for name in ("train_file", "validation_file")}
+    code, text = command("train.py", config=run / "config.yaml", **urls, max_steps=5)  # resumes the run
+    assert code == 0, text
     assert command("train.py", **guarded | {"lr_scheduler_type": "linear"})[0] == 2  # the error says what changed
     for url in (urls["train_file"].replace("train", "absent"), f"http://127.0.0.1:1/absent.jsonl?sig={SIGNATURE}"):
         code, text = command("train.py", **guarded | {"train_file": url})
-        assert code == 2
-        assert "absent.jsonl" in text
+        assert (code, "absent.jsonl" in text) == (2, True)
     # The evaluation asks for what was removed, and takes it from the command line.
     known = {"checkpoint": run, "cache_dir": guarded["cache_dir"]}
     code, text = command("eval.py", **known)

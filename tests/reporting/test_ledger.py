@@ -1,7 +1,6 @@
 """ledger.jsonl: the examples of every step are those of the plan, on any number of processes."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,15 +30,10 @@ def lines(folder) -> list[dict]:
 
 def test_hash_depends_on_every_id_but_not_on_order_or_split():
     ids = np.random.default_rng(0).permutation(10_000)[:500]
-    expected = batch_plan.hash_ids(ids)
     parts = [batch_plan.hash_ids(part) for part in np.array_split(ids[::-1], 7)]
-    assert tuple(map(sum, zip(*parts, strict=True))) == expected
-    assert batch_plan.hash_ids(ids[:0]) == (0.0, 0.0)
-    changed = [np.delete(ids, i) for i in range(500)]  # one removed
-    changed += [np.append(ids, i) for i in ids]  # one repeated
-    changed += [np.append(ids[1:], i) for i in ids[1:]]  # one replaced by another
-    hashes = {hash_text(*batch_plan.hash_ids(other)) for other in changed}
-    assert len(hashes | {hash_text(*expected)}) == len(changed) + 1
+    assert tuple(map(sum, zip(*parts, strict=True))) == batch_plan.hash_ids(ids)
+    changed = [ids, *(np.delete(ids, i) for i in range(500)), *(np.append(ids[1:], i) for i in ids[1:])]
+    assert len({hash_text(*batch_plan.hash_ids(other)) for other in changed}) == len(changed)
     # The mutant, a sum of ids, would not see these.
     assert batch_plan.hash_ids(np.array([1, 4])) != batch_plan.hash_ids(np.array([2, 3]))
 
@@ -59,35 +53,12 @@ def test_ledger_does_not_depend_on_processes_or_micro_batches(files, one, tmp_pa
     assert lines(run.folder) == lines(one)
 
 
-# ---- mutants of the order --------------------------------------------------------------------------------------------
-
-
-def from_the_start(config, rank, world, start, stop, order=data_loader.training_order):
-    """After a resume, begin the epoch's order again, as accelerate's load_state does."""
-    return (replace(item, step=item.step + start) for item in order(config, rank, world, 0, stop - start))
-
-
 def rank_0_everywhere(config, rank, *rest, order=data_loader.training_order):
     """Every rank reads the data of rank 0, as without a distributed sampler."""
     return order(config, 0, *rest)
 
 
-def same_every_epoch(config, rank, world, start, stop, order=data_loader.training_order):
-    """Without set_epoch: every epoch has the order of the first."""
-    for step in range(start, stop):
-        yield from order(config, rank, world, step % 32, step % 32 + 1)
-
-
-@pytest.mark.parametrize("mutant, world, first", [(rank_0_everywhere, 2, 1), (same_every_epoch, 1, 33)])
-def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, mutant, world, first):
-    monkeypatch.setattr(data_loader, "training_order", mutant)
-    run = kit.run_training(world, tmp_path / "run", *recipe(files))
-    assert kit.first_other_step(run.folder) == kit.first_other_step(one, run.folder) == first
-
-
-def test_mutant_resume_from_the_start_is_caught(files, tmp_path, monkeypatch):
-    fields = {"lr_scheduler_type": "constant"}
-    kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=6, **fields))
-    monkeypatch.setattr(data_loader, "training_order", from_the_start)
-    run = kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=9, **fields))
-    assert kit.first_other_step(run.folder) == 7
+def test_mutant_of_the_order_is_caught(files, one, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_loader, "training_order", rank_0_everywhere)
+    run = kit.run_training(2, tmp_path / "run", *recipe(files, max_steps=2))
+    assert kit.first_other_step(run.folder) == kit.first_other_step(one, run.folder) == 1

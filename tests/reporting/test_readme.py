@@ -50,15 +50,10 @@ def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
-def test_commands_of_train_py(command, tmp_path):
+def test_commands_of_train_py(command):
     """Run each command of the README with --dry_run."""
     command = command if "--dry_run" in command else f"{command} --dry_run"
-    if command.startswith("python train.py "):
-        kit.spawn(1, kit._command, "train.py", command.split()[2:], kit.REPOSITORY, out=tmp_path)
-        text = (tmp_path / "rank0.txt").read_text()
-    else:
-        text = shell(command)
-    assert "learning rate" in text
+    assert "learning rate" in shell(command)
 
 
 def test_run_files_are_valid_and_begin_with_their_command():
@@ -71,19 +66,11 @@ def test_run_files_are_valid_and_begin_with_their_command():
         except UsageError as error:
             if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
                 raise
-        first = path.read_text().splitlines()[0]
-        if f"`{path.name}`" not in TASKS_PAGE:  # a run file of one's own
-            continue
-        assert first.startswith("# accelerate launch --config_file accelerate_configs/")
-        assert first.endswith(f"train.py --config configs/{path.name}")
-
-
-def test_make_targets_exist():
-    text = shell("make")
-    named = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"train", "eval", "test", "lint"} <= named
-    for target in named | {"setup", "format", "bench", "report", "clean", "help"}:
-        assert re.search(rf"^  {target}\s", text, re.M), target
+        if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
+            first, _, rest = path.read_text().partition("\n")
+            assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+            assert first.endswith(f"train.py --config configs/{path.name}")
+            assert "# yaml-language-server: $schema=schema.json\n" in rest
 
 
 def test_readme_shows_the_step_of_train_py():
@@ -98,20 +85,19 @@ def test_readme_shows_the_step_of_train_py():
     assert all(word in block for word in ("no_sync", "backward", "optimizer_step", "seed_everything"))
 
 
-def test_readme_is_short_with_eight_guarantees():
+def test_readme_and_agents_md_are_short_and_name_what_exists():
+    agents = (kit.REPOSITORY / "AGENTS.md").read_text()
+    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == agents
     assert len(README.splitlines()) <= 140
+    assert len(agents.splitlines()) <= 120
     assert len(re.findall(r"^\| .* \| `tests/[\w/]+\.py` \|$", README, re.M)) == 8
-
-
-def test_agents_md_is_short_and_names_what_exists():
-    text = (kit.REPOSITORY / "AGENTS.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == text
-    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(re.findall(r"^  ([a-z-]+)", shell("make"), re.M))
+    targets = re.findall(r"^  ([a-z-]+)", shell("make"), re.M)
+    named = set(re.findall(r"\bmake ([a-z-]+)", README + agents))
+    assert named | {"setup", "format", "bench", "report", "clean", "help"} <= set(targets)
     has_addons = (kit.REPOSITORY / "addons").exists()
-    paths = re.findall(r"`((?:src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", text)
-    assert paths
+    paths = re.findall(r"`((?:src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", agents)
     paths = [path for path in paths if "NAME" not in path and (has_addons or "addons" not in path)]
+    assert paths
     assert [path for path in paths if not (kit.REPOSITORY / path).exists()] == []
 
 

@@ -5,46 +5,23 @@ import re
 import subprocess
 import sys
 
-from src.runtime import console
 from tests.helpers import kit
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-STEP = rf"{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TOKENIZERS_", "HF_HUB_DIS"))}
 
 
-def recipe(files, folder) -> list[str]:
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": folder / "run"}
-    fields |= {"validation_file": files / "validation.jsonl", "max_steps": 6, "logging_steps": 2, "eval_steps": 3}
-    return kit.flags(**fields)
-
-
 def test_lines_in_a_file(files, tmp_path):
-    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *recipe(files, tmp_path)]
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": "run"}
+    fields |= {"validation_file": files / "validation.jsonl", "max_steps": 6, "logging_steps": 2, "eval_steps": 3}
+    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *kit.flags(**fields)]
     with open(tmp_path / "out.txt", "wb") as output:
         done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, stdout=output, stderr=output, check=False)
     text = (tmp_path / "out.txt").read_bytes().decode()
     assert done.returncode == 0, text
     assert "\r" not in text
     assert text.endswith("\n")
-    assert len(re.findall(f"^{STEP}$", text, re.M)) == 3
-    assert len(re.findall(rf"^{TIME} evaluation at step \d: loss [\d.]+, .*perplexity", text, re.M)) == 2
-    assert len(re.findall(rf"^{TIME} step 6 saved in \S+/checkpoints/step_00000006; training paused", text, re.M)) == 1
+    assert len(re.findall(rf"^{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d$", text, re.M)) == 3
     text = re.sub(r"\[.*real_accelerator.py.*\n", "", text)  # DeepSpeed, if it is installed: accelerate imports it
     ours = (f"{TIME} ", "  [a-z]", "train$", "eval$", "run  ", "model  ", "1 checkpoint", "$")
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
-
-
-def test_progress_lines(capsys, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    progress = console.Progress("evaluation", 1000, "batches")
-    for _ in range(3):
-        progress.update()  # too early for a line
-        clock[0] += console.LINE_SECONDS + 1
-        progress.update(100)
-        progress.update(0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [re.sub(f"^{TIME} ", "", line) for line in lines] == [
-        f"evaluation: {count} of 1,000 batches" for count in (101, 202, 303)
-    ]

@@ -1,7 +1,5 @@
 """status.json, exit code of a run, and the lock of the run folder."""
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -10,25 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 import train
 from src.runtime import run_status
 from tests.helpers import kit
-from tests.helpers.killing import train_until_killed
-from tests.helpers.stopping import begin, check_resumes, check_stopped, recipe
-
-
-@pytest.fixture(scope="module")
-def straight(tiny, tmp_path_factory) -> kit.Run:
-    """An undisturbed run on two processes."""
-    return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
-
-
-@pytest.fixture
-def short_wait(monkeypatch) -> None:
-    """Wait half a second for the lock of a run folder."""
-    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
+from tests.helpers.stopping import begin, check_stopped, recipe
 
 
 def exit_code(folder: Path, launcher_code: int = 1) -> int:
@@ -70,7 +53,8 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
 # ---- lock --------------------------------------------------------------------------------------------------------------
 
 
-def test_second_run_in_a_folder_is_refused(tiny, tmp_path, short_wait):
+def test_second_run_in_a_folder_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
     flags, folder = recipe(tiny, max_steps=100_000), tmp_path / "run"
     first = begin(tmp_path, flags, world=1)
     second = kit.Ranks("train.py", *flags, "--output_dir", folder, folder=tmp_path / "elsewhere", world=2)
@@ -83,25 +67,7 @@ def test_second_run_in_a_folder_is_refused(tiny, tmp_path, short_wait):
     assert train_steps == list(range(1, step + 1))
 
 
-def test_lock_ends_with_its_process(tiny, straight, tmp_path, short_wait):
-    flags = recipe(tiny, save_steps=10)
-    train_until_killed(15, 2, tmp_path / "run", *flags)
-    check_resumes(tmp_path, flags, straight)
-
-
-def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_status, "_locks", {})
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    for _ in range(3):  # a start locks its folder three times
-        run_status.lock_run_folder(tmp_path / "run")
-    assert run_status.keep_lock(tmp_path / "run")
-    assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
-
-
-def test_new_run_in_the_place_of_a_deleted_one(tiny, straight, tmp_path):
+def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
     """The old run ends, because it no longer holds the lock of its folder."""
     old = begin(tmp_path, recipe(tiny, max_steps=100_000))
     while (tmp_path / "run").exists():  # the run may write while its folder is deleted
@@ -110,4 +76,5 @@ def test_new_run_in_the_place_of_a_deleted_one(tiny, straight, tmp_path):
     assert old.wait() == [1, 1], old.text()
     assert "another process trains in" in old.text()
     assert new.wait() == [0, 0], new.text()
+    straight = kit.run_training(2, tmp_path / "straight", *recipe(tiny))
     assert kit.same(kit.Run(tmp_path / "run").weights, straight.weights)

@@ -1,17 +1,12 @@
-"""The samples from the standard library: made once, split without overlap, and read back as written."""
+"""The samples from the standard library: made once, complete, and split without overlap."""
 
-import ast
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from samples import _stdlib, stdlib_code, stdlib_tokens
+from samples import _stdlib, stdlib_code
 from src.storage import cache_folder as samples
-from tests.helpers import kit
 
 
 @pytest.fixture(scope="module")
@@ -32,95 +27,27 @@ def folder(root, name) -> Path:
     return paths[0] if paths else root / "none"
 
 
-def rows(root, name, split):
-    return [json.loads(line) for line in (folder(root, name) / f"{split}.jsonl").read_text().splitlines()]
-
-
-def made(root, name) -> list[dict]:
-    """Return all rows of a sample, about one in ten of them for validation."""
-    samples.sample_folder(name, root)
-    train, validation = rows(root, name, "train"), rows(root, name, "validation")
-    assert len(train) > 5 * len(validation) > 0
-    key = "code" if "code" in train[0] else "path"
-    assert name == "stdlib_preferences" or not {row[key] for row in train} & {row[key] for row in validation}
-    return train + validation
-
-
-def test_sources_are_modules_of_the_standard_library():
-    found = dict(_stdlib.module_sources())
-    assert list(found) == sorted(found)
-    assert "class JSONDecoder" in found["json/decoder.py"]
-    assert not any(_stdlib.SKIPPED_FOLDERS & set(path.split("/")[:-1]) for path in found)
+def rows(root, split):
+    return [json.loads(line) for line in (folder(root, "stdlib_code") / f"{split}.jsonl").read_text().splitlines()]
 
 
 def test_code_is_split_without_overlap(root, few):
-    code = made(root, "stdlib_code")
-    assert sorted((row["path"], row["text"]) for row in code) == sorted(row for row in few if row[1].strip())
-
-
-def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
-    for row in made(root, "stdlib_docstrings"):
-        (function,) = ast.parse(row["code"]).body
-        assert ast.get_docstring(function) is None
-        assert len(row["docstring"].splitlines()) == 1
-
-
-def test_preferred_half_is_the_one_in_order(root):
-    for row in made(root, "stdlib_preferences"):
-        compile(row["prompt"] + row["chosen"], row["path"], "exec")
-        assert row["chosen"].splitlines() == row["rejected"].splitlines()[::-1] != row["rejected"].splitlines()
-
-
-def test_tokens_are_tagged_by_their_role():
-    source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
-    row = stdlib_tokens.tagged_tokens(source)
-    tagged = dict(zip(row["tokens"], row["tags"], strict=True))
-    roles = {"O": "( ) = : , . *", "keyword": "def return or", "call": "read", "name": "self n", "attribute": "file"}
-    expected = {text: role for role, texts in roles.items() for text in texts.split()}
-    assert tagged == expected | {"2": "number", "9": "number", "'abc'": "string", "# bytes": "comment"}
-    assert stdlib_tokens.tagged_tokens("def f(") is None
-
-
-@pytest.mark.parametrize("name", [name for name in samples.sample_names() if name.startswith("stdlib_")])
-def test_tokenizer_decodes_every_text(root, name):
-    tokenizer = AutoTokenizer.from_pretrained(samples.sample_tokenizer(name, root))
-    values = [value for row in rows(root, name, "validation") for value in row.values()]
-    texts = [value if isinstance(value, str) else " ".join(value) for value in values]
-    assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
-    strange = "für 漢字 🙂\t\r\n\x00"
-    assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
-    assert 1000 < len(tokenizer) <= _stdlib.VOCABULARY
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
-
-
-def test_sample_as_dataset_and_tokenizer_name(root):
-    kit.write_yaml(root / "llama.yaml", {k: v for k, v in kit.LLAMA.items() if k != "vocab_size"})
-    fields = {"dataset_name": "stdlib_code", "tokenizer_name": "stdlib_code", "model_config": root / "llama.yaml"}
-    task, splits = kit.open_data(**fields, cache_dir=root, max_length=64)
-    assert task.config.vocab_size == len(task.tokenizer)
-    for split in ("train", "validation"):
-        assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
-
-
-def _killed(root):
-    """Die between the rows and the tokenizer."""
-    _stdlib.train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
     samples.sample_folder("stdlib_code", root)
+    train, validation = rows(root, "train"), rows(root, "validation")
+    assert len(train) > 5 * len(validation) > 0
+    code = sorted((row["path"], row["text"]) for row in train + validation)
+    assert code == sorted(row for row in few if row[1].strip())
 
 
-def test_interrupted_sample_is_made_again(root):
-    with pytest.raises(kit.RankFailed):
-        kit.spawn(1, _killed, root, out=root / "out")
+def test_interrupted_sample_is_made_again_and_changed_code_makes_its_own(root, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(_stdlib, "train_tokenizer", lambda *_: 1 / 0)
+        samples.sample_folder("stdlib_code", root)
     assert not folder(root, "stdlib_code").exists()
     (unfinished,) = (root / "samples").glob("*.tmp")
-    assert (unfinished / "train.jsonl").exists()
     (unfinished / "leftover").touch()
-    assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
-    assert not (folder(root, "stdlib_code") / "leftover").exists()
-
-
-def test_changed_code_makes_its_own_rows(root, monkeypatch):
     first = samples.sample_folder("stdlib_code", root)
+    assert {path.name for path in Path(first).iterdir()} == {"train.jsonl", "validation.jsonl", "tokenizer"}
     (root / "changed.py").write_text(Path(stdlib_code.__file__).read_text() + "# changed\n")
     monkeypatch.setattr(stdlib_code, "__file__", str(root / "changed.py"))
     assert samples.sample_folder("stdlib_code", root) != first
