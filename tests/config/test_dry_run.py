@@ -1,5 +1,7 @@
 """--dry_run builds the model as the run file says, without a process group, and without memory for a large model."""
 
+from pathlib import Path
+
 import pytest
 
 import train
@@ -27,3 +29,12 @@ def test_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path):
     )
     dry_run(plain, output_dir=tmp_path)
     assert asked == [True]
+
+
+@pytest.mark.parametrize("size, warned", [(8, True), (1, False)])
+def test_epoch_of_few_steps_is_warned_of(plain, tmp_path, capsys, size, warned):
+    few = {"max_steps": "none", "global_batch_size": size, "per_device_batch_size": 1, "output_dir": tmp_path}
+    rows = tmp_path / "few.jsonl"
+    rows.write_text("".join(Path(plain["train_file"]).read_text().splitlines(keepends=True)[:20]))
+    dry_run(plain, **few, train_file=rows)
+    assert ("an epoch has only 3 steps of up to 8 examples" in capsys.readouterr().out) == warned

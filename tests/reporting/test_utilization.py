@@ -1,11 +1,14 @@
-"""FLOPs per token against PyTorch's own count of operations."""
+"""FLOPs per token against PyTorch's own count of operations, and the table of peak rates."""
+
+import gzip
+import json
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.reporting.utilization import flops_per_token
+from src.reporting.utilization import flops_per_token, peak_tflops
 from tests.helpers import kit
 
 
@@ -18,7 +21,7 @@ def counted(model, rows: int, length: int) -> float:
     return counter.get_total_flops() / ids.numel()
 
 
-@pytest.mark.parametrize("tied, lora", [(True, False), (False, True)])
+@pytest.mark.parametrize("tied, lora", [(True, False), (False, False), (False, True)])
 def test_flops_are_those_that_pytorch_counts(tied, lora):
     config = AutoConfig.for_model(**kit.LLAMA | {"tie_word_embeddings": tied, "num_key_value_heads": 4})
     config._attn_implementation = "eager"  # its products are counted one by one
@@ -28,3 +31,22 @@ def test_flops_are_those_that_pytorch_counts(tied, lora):
         model.lm_head.weight.requires_grad = True
         model.enable_input_require_grads()
     assert flops_per_token(model, 24) == pytest.approx(counted(model, 3, 24), rel=0.01)
+
+
+def test_peak_of_devices():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989
+    assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
+    assert peak_tflops("NVIDIA H200", torch.float32) is None
+    assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
+
+
+def test_profile_holds_the_steps_that_were_asked_for(tiny, tmp_path):
+    flags = kit.flags(**tiny, max_steps=6, global_batch_size=8)
+    plain = kit.run_training(1, tmp_path / "plain", *flags)
+    for steps, count in (("2 4", 3), ("5 9", 2)):  # the second one ends with the run
+        run = kit.run_training(1, tmp_path / steps[0], *flags, "--profile_steps", *steps.split())
+        assert kit.same(run.weights, plain.weights)
+        [trace] = (run.folder / "profile").glob("*.json.gz")
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert sum(event["name"] == "Optimizer.step#AdamW.step" for event in events) == count
+        assert "aten::addmm" in trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text()
