@@ -72,15 +72,13 @@ def wrongly_treated(folder: Path, task: str) -> list[str]:
             new_cfg, new_options = (changed, options) if holder is cfg else (cfg, changed)
             try:
                 remarks = check(folder, new_cfg, new_options, cfg, options)
+                said = any(f"changed since step_00000008: {field.name}: " in remark for remark in remarks)
+                silent = field.name in ("output_dir", "resume", "dry_run", "smoke")
+                is_right = field.name in may_change and said != silent
             except UsageError as error:
-                expected = f"holds another run ({field.name}: " in str(error) and str(value) in str(error)
-                if field.name in may_change or not expected:
-                    wrong.append(field.name)
-                continue
-            silent = field.name in ("output_dir", "resume", "dry_run", "smoke")
-            said = [f"changed since step_00000008: {field.name}: " in remark for remark in remarks]
-            if field.name not in may_change or said != ([] if silent else [True]):
-                wrong.append(field.name)
+                refused = f"holds another run ({field.name}: " in str(error) and str(value) in str(error)
+                is_right = field.name not in may_change and refused
+            wrong += [field.name] * (not is_right)
     return wrong
 
 
@@ -108,19 +106,12 @@ def test_another_order_of_patterns_is_another_run(tmp_path):
 # ---- length ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1000, 10])
-def test_length_may_change_if_past_rates_stay_the_same(tmp_path, steps):
-    for schedule in ("constant_with_warmup", "inverse_sqrt", "linear", "cosine"):
-        was, now = (
-            RunConfig(
-                output_dir="run", lr_scheduler_type=schedule, warmup_steps=3, global_batch_size=8, max_steps=length
-            )
-            for length in (12, steps)
-        )
-        if schedule in ("linear", "cosine"):
-            assert f"(max_steps: 12 → {steps})" in refusal(tmp_path, now, was=was)
-        else:
-            assert check(tmp_path, now, was=was) == [f"changed since step_00000008: max_steps: 12 → {steps}"]
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_length_that_would_have_changed_past_rates_is_refused(tmp_path, schedule):
+    was = RunConfig(output_dir="run", lr_scheduler_type=schedule, global_batch_size=8, max_steps=12)
+    for steps in (1000, 10):
+        now = dataclasses.replace(was, max_steps=steps)
+        assert f"(max_steps: 12 → {steps})" in refusal(tmp_path, now, was=was)
 
 
 def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
@@ -211,16 +202,6 @@ def test_stream_is_known_by_a_sample_of_its_files(tiny, tmp_path, repeat):
 
 
 # ---- whole commands ----------------------------------------------------------------------------------------------------
-
-
-def test_harmless_changes_are_remarked_and_change_no_weight(tiny, straight, interrupted):
-    folder = interrupted()
-    fields = {"logging_steps": 3, "eval_steps": 5, "save_steps": 2, "report_to": "none", "dataloader_num_workers": 1}
-    run = kit.run_training(1, folder, *recipe.flags(tiny, **fields))
-    said = (folder.with_suffix(".out") / "rank0.txt").read_text()
-    assert "changed since step_00000008: logging_steps: 1 → 3" in said
-    assert said.count("changed since step_00000008: ") == len(fields)
-    assert kit.same(run.weights, straight[1].weights)
 
 
 def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):

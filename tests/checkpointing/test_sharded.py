@@ -1,7 +1,6 @@
 """Checkpoints written by many processes, and the memory that reading takes. Whole runs: test_fsdp2_checkpoints.py."""
 
 import os
-import re
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -14,35 +13,11 @@ from safetensors.torch import save_file
 
 from src.checkpointing import async_writer
 from src.checkpointing.async_writer import collect_shards, write_shard
-from src.checkpointing.tensor_files import TensorReader, assign_tensors_to_ranks
+from src.checkpointing.tensor_files import TensorReader
 from src.config.errors import DiskError, Failure, UsageError
 from src.distributed.host_group import HostGroup
 from src.storage import atomic_folder
 from tests.helpers import kit
-
-# ---- which rank writes what --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [1, 3, 30])
-def test_each_tensor_has_one_writer_and_layers_stay_whole(world):
-    """Each rank computes the writers alone: the order of the tensors must not matter. Two tensors are tied."""
-    shapes = {"model.embed_tokens": (50, 8), "model.norm": (8,)}
-    shapes |= {f"model.layers.{layer}.{name}": (8 + layer, 8) for layer in range(5) for name in ("mlp", "norm")}
-    model = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    moments = {f"{key}/{name}": torch.zeros_like(value) for key in ("exp_avg", "step") for name, value in model.items()}
-    tensors = {"model": model | {"lm_head": model["model.embed_tokens"]}, "optimizer": moments}
-    sizes, backwards = ({"model": dict(named)} for named in (model.items(), reversed(model.items())))
-    assert assign_tensors_to_ranks(sizes, world) == assign_tensors_to_ranks(backwards, world)
-    writer = assign_tensors_to_ranks(tensors, world)
-    assert set(writer) == {(part, name) for part, named in tensors.items() for name in named}
-    assert writer["model", "lm_head"] == writer["model", "model.embed_tokens"]
-    by_layer = {}
-    for (_, name), rank in writer.items():
-        layer = re.sub(r"^.*/|\.(mlp|norm)$", "", name)
-        by_layer.setdefault(layer, set()).add(rank)
-    assert all(len(ranks) == 1 for ranks in by_layer.values())
-    assert {rank for ranks in by_layer.values() for rank in ranks} <= set(range(world))
-
 
 # ---- many writers ------------------------------------------------------------------------------------------------------
 

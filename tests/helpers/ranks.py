@@ -23,6 +23,7 @@ import src
 from src.runtime import private_apis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
 USED_PORTS: set[int] = set()  # by free_port
 STARTED: list = []  # the processes of `fork`
 
