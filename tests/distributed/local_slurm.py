@@ -151,11 +151,6 @@ class Slurm:
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
-    def job(self, job: str) -> dict[str, str]:
-        """Return Slurm's record of a job: JobState, Restarts, ExitCode, …"""
-        words = self("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
 
 def main(command: list[str]) -> int:
     if reason := missing():

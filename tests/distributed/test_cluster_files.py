@@ -10,16 +10,14 @@ import yaml
 from src.runtime import run_status
 from src.runtime.run_status import EXIT_STOPPED
 from tests.helpers import kit
+from tests.helpers.stopping import endless_run_file
 
 CLUSTER = kit.REPOSITORY / "cluster"
 
 
 def start_node(folder: Path, *flags: str) -> subprocess.Popen:
-    fields = {name: str(value) for name, value in kit.tiny_files(folder).items()}
-    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
-    run_file = kit.write_yaml(folder / "run.yaml", fields | {"lr_scheduler_type": "constant"})
     environment = kit.PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "NPROC_PER_NODE": "2"}
-    command = [str(CLUSTER / "node.sh"), str(run_file), *flags]
+    command = [str(CLUSTER / "node.sh"), str(endless_run_file(folder)), *flags]
     with open(folder / "output.txt", "a") as output:
         return subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment, stdout=output, stderr=output)
 

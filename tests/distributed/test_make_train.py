@@ -12,7 +12,7 @@ import pytest
 
 from src.runtime import run_status
 from tests.helpers import kit
-from tests.helpers.stopping import check_saved
+from tests.helpers.stopping import check_saved, endless_run_file
 
 MAKE_TRAIN = ["make", "-o", ".venv/done", "train"]
 CTRL_C = b"\x03"
@@ -20,11 +20,8 @@ CTRL_C = b"\x03"
 
 @pytest.fixture
 def run_file(tmp_path) -> Path:
-    """A run file that names its folder, for more steps than any test waits for."""
-    fields = {name: str(value) for name, value in kit.tiny_files(tmp_path).items()}
-    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
-    fields |= {"lr_scheduler_type": "constant"}
-    return kit.write_yaml(tmp_path / "run.yaml", fields | {"output_dir": str(tmp_path / "run")})
+    """A run file that names its folder."""
+    return endless_run_file(tmp_path, output_dir=str(tmp_path / "run"))
 
 
 def processes_of(run_file: Path) -> list[psutil.Process]:

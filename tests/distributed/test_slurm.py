@@ -81,7 +81,7 @@ def jobs(slurm, tiny, tmp_path_factory) -> dict[str, Job]:
     slurm("scancel", "--signal=TERM", jobs["grace"].id)
     for name, code in (("no progress", 75), ("failed", 1)):
         jobs[name] = Job(slurm, make_project(base / name), "-w", "n3", *train, fake=f"end({code})")
-    jobs["two nodes"].step = jobs["two nodes"].until_step(3)
+    jobs["two nodes"].until_step(3)
     slurm("scancel", "--batch", "--signal=USR1", jobs["two nodes"].id)
     return jobs
 
@@ -89,19 +89,17 @@ def jobs(slurm, tiny, tmp_path_factory) -> dict[str, Job]:
 def test_two_nodes_with_time_limit_and_preemption(slurm, jobs, tiny, tmp_path):
     """First the signal before the time limit, then a job of a partition with a higher priority."""
     job = jobs["two nodes"]
-    assert job.was_requeued(1, job.step), job.text()
-    first = job.step
-    job.step = job.until_step(first + 3)
+    job.end(lambda: "start 2: " in job.text())
+    step = job.until_step(kit.last_step(job.folder) + 3)
     slurm("sbatch", "-p", "urgent", "-w", "n1,n2", "--exclusive", "--output", "/dev/null", "--wrap", "true")
     undisturbed = kit.run_training(2, tmp_path / "straight", *recipe(tiny))  # while the job ends, waits and starts
-    assert job.was_requeued(2, job.step), job.text()
-    assert 0 < first < job.step < STEPS
     assert job.end() == ("COMPLETED", 2, "0"), job.text()
     assert kill_storm.differences(undisturbed.folder, job.folder) == []
     assert kit.Run(job.folder).losses() == undisturbed.losses()
     starts = json.loads((job.folder / "environment.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == sorted({0, *(start["step"] for start in starts)})
-    assert len(starts) == 3
+    first, second, third = (start["step"] for start in starts)
+    assert first == 0 < 3 <= second < step <= third < STEPS, job.text()
+    assert job.text().count("stopped, step") >= 2
     assert (job.folder / "logs" / "node_1.log").read_text()
 
 
