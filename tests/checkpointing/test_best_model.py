@@ -72,6 +72,13 @@ def test_final_without_the_best_checkpoint_is_the_last_step(tiny, done, tmp_path
     assert run_status.read_status(folder)["final_step"] == 10
 
 
+def test_run_that_begins_from_a_checkpoint_of_another_run_has_a_best_of_its_own(tiny, done, tmp_path):
+    run = kit.run_training(1, tmp_path / "run", *flags(tiny, resume=at_step(done, 3)))
+    best = max(run.kind("eval"), key=lambda line: line["loss"])["step"]
+    assert run_status.read_status(run.folder)["best_step"] == best > 3
+    assert kit.same(run.weights, kit.load_weights(at_step(run, best)))
+
+
 def test_early_stop_is_reported(tiny, tmp_path):
     run = kit.run_training(1, tmp_path / "run", *flags(tiny, early_stopping_patience=1))
     assert run.lines[-1]["step"] == 6

@@ -138,6 +138,9 @@ def test_other_contents_are_refused_with_all_that_differs(tmp_path):
     for name, value in (("data.rows", "seven"), ("data.sample", "two"), ("data.tokenizer_files", "y")):
         keys = {"known": KNOWN | STREAM | {name: value}, "then": KNOWN | STREAM}
         assert f"{name}: {STREAM[name]} → {value})" in refusal(tmp_path, cfg, **keys)
+    launch, stats = SimpleNamespace(mixed_precision="no", num_processes=1), {"labels": ["a", "b"]}
+    splits = {"train": SimpleNamespace(stats=stats)}
+    assert run_identity.identity(launch, cfg, splits)["data.labels"] == ["a", "b"]
 
 
 def test_harmless_contents_are_remarked(tmp_path):
