@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: undisturbed runs of the tiny model, and a run that was interrupted."""
 
-import shutil
-
 import pytest
 
 from tests.checkpointing import recipe
@@ -19,10 +17,4 @@ def straight(tiny, tmp_path_factory) -> dict[int, kit.Run]:
 def interrupted(straight, tmp_path):
     """Return a function: a copy of the run on so many processes as if killed after step 8, to be resumed or damaged."""
 
-    def copy(world: int = 1):
-        folder = shutil.copytree(straight[world].folder, tmp_path / "run")
-        shutil.rmtree(folder / "checkpoints" / "step_00000012")
-        shutil.rmtree(folder / "final")
-        return folder
-
-    return copy
+    return lambda world=1: kit.rewind(straight[world].folder, 8, tmp_path / "run")

@@ -9,10 +9,10 @@ import torch
 import train
 from src.checkpointing import checkpoint_folder
 from src.checkpointing.tensor_files import HostCopy
-from src.distributed import init_accelerator
 from tests.checkpointing import recipe
-from tests.checkpointing.recipe import at_step
 from tests.helpers import kit
+from tests.helpers.backend_runs import at_step
+from tests.helpers.fp16 import with_scaler
 from tests.helpers.killing import train_until_killed
 
 FILES = ["config.json", "generation_config.json", "manifest.json", "model.safetensors", "optimizer.safetensors"]
@@ -22,7 +22,7 @@ FILES += ["state.json"]
 def test_checkpoint_is_safetensors_and_json_without_pickle(straight):
     for run in straight.values():
         for step in (4, 8, 12):
-            assert sorted(path.name for path in (run.folder / at_step(step)).rglob("*")) == FILES
+            assert sorted(path.name for path in at_step(run, step).rglob("*")) == FILES
         suffixes = {path.suffix for path in run.folder.rglob("*") if path.is_file()}
         assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
 
@@ -30,7 +30,7 @@ def test_checkpoint_is_safetensors_and_json_without_pickle(straight):
 def test_names_are_canonical_and_tied_weights_stored_once(straight):
     from transformers import GPT2LMHeadModel
 
-    folders = [straight[world].folder / at_step(12) for world in (1, 2)]
+    folders = [at_step(straight[world], 12) for world in (1, 2)]
     plain = GPT2LMHeadModel.from_pretrained(folders[0])
     assert plain.lm_head.weight is plain.transformer.wte.weight
     names = {name for name, _ in plain.named_parameters()}  # each once, under its first name
@@ -42,56 +42,28 @@ def test_names_are_canonical_and_tied_weights_stored_once(straight):
         assert torch.equal(moments["step/transformer.wte.weight"], torch.tensor(12.0))
 
 
-# ---- the host copy -----------------------------------------------------------------------------------------------------
-
-
-def test_host_copy_holds_tied_tensors_once_and_reuses_its_memory():
+def test_host_copy_of_views_of_one_memory():
     weight = torch.arange(6.0).view(2, 3)
-    tensors = {"model": {"a": weight, "b": weight, "c": weight[:1], "d": weight.t()}, "other": {"a": weight + 1}}
-    copy = HostCopy()
-    first = copy.take(tensors)
-    assert first["model"]["a"] is first["model"]["b"]
-    assert first["model"]["c"].data_ptr() != first["model"]["a"].data_ptr()
-    assert all(torch.equal(first[p][n], value) for p, named in tensors.items() for n, value in named.items())
-    addresses = [value.data_ptr() for named in first.values() for value in named.values()]
-    weight.mul_(10)
-    assert first["model"]["a"][1, 2] == 5  # a copy
-    second = copy.take(tensors)
-    assert [value.data_ptr() for named in second.values() for value in named.values()] == addresses
-    assert second["model"]["a"][1, 2] == 50
+    tensors = {"model": {"a": weight, "tied": weight, "row": weight[:1], "transposed": weight.t()}}
+    copies = HostCopy().take(tensors)["model"]
+    assert copies["a"] is copies["tied"]
+    assert all(torch.equal(copies[name], value) for name, value in tensors["model"].items())
 
 
-# ---- the gradient scaler of fp16 ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_scaler(monkeypatch):
-    """Autocast to float16 with a real gradient scaler, which accelerate itself gives to GPUs only.
-
-    It begins so high that the first updates overflow, and doubles every third update that does not."""
-    start = init_accelerator.init_accelerator
-
-    def scaled(cfg):
-        accelerator = start(cfg)
-        accelerator.state._mixed_precision = "fp16"
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
-        return accelerator
-
+def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch):
+    """It begins so high that the first updates overflow, and doubles every third update that does not. The mutant
+    begins with a new one after the kill."""
+    scaled = with_scaler(train.init_accelerator, 2.0**22, growth_interval=3)
     monkeypatch.setattr(train, "init_accelerator", scaled)
-
-
-def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch, with_scaler):
-    """The mutant begins with a new scaler after the kill."""
     flags = recipe.flags(tiny, max_steps=16, save_steps=5, max_skipped_steps=99)
     straight = kit.run_training(1, tmp_path / "straight", *flags)
     assert 0 < straight.kind("train")[-1]["skipped"] < 16  # it has shrunk, and some updates were made
-    for name in ("run", "mutant"):
-        train_until_killed(13, 1, tmp_path / name, *flags)
+    train_until_killed(13, 1, tmp_path / "run", *flags)
+    shutil.copytree(tmp_path / "run", tmp_path / "mutant")
     run = kit.run_training(1, tmp_path / "run", *flags)
     assert kit.same(run.weights, straight.weights)
     assert kit.timeless(run.folder) == kit.timeless(straight.folder)
-    states = [checkpoint_folder.read_state(one.folder / at_step(16)) for one in (run, straight)]
+    states = [checkpoint_folder.read_state(at_step(one, 16)) for one in (run, straight)]
     assert states[0]["scaler"] == states[1]["scaler"]
 
     monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
@@ -101,22 +73,26 @@ def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch, with_scale
 # ---- run folders -------------------------------------------------------------------------------------------------------
 
 
-def test_finished_run_started_again_changes_nothing(tiny, straight, tmp_path):
-    folder = shutil.copytree(straight[1].folder, tmp_path / "again")
-    kit.run_training(1, folder, *recipe.flags(tiny))
+@pytest.fixture
+def again(straight, tmp_path):
+    """A copy of the folder of a finished run."""
+    return shutil.copytree(straight[1].folder, tmp_path / "again")
+
+
+def test_finished_run_started_again_changes_nothing(tiny, straight, again):
+    kit.run_training(1, again, *recipe.flags(tiny))
     at_each_start = ("status.json", "environment.json", "uncommitted.diff", "config.yaml")
     before, after = (
         {name: text for name, text in recipe.contents(path).items() if name not in at_each_start}
-        for path in (straight[1].folder, folder)
+        for path in (straight[1].folder, again)
     )
     assert before == after
 
 
-def test_resume_never_archives_the_old_run(tiny, straight, tmp_path):
-    folder = shutil.copytree(straight[1].folder, tmp_path / "again")
-    second = kit.run_training(1, folder, *recipe.flags(tiny), "--resume", "never")
+def test_resume_never_archives_the_old_run(tiny, straight, again):
+    second = kit.run_training(1, again, *recipe.flags(tiny), "--resume", "never")
     assert recipe.same_run(second, straight[1])
-    archived = sorted(path.name for path in folder.glob("*.old1"))
+    archived = sorted(path.name for path in again.glob("*.old1"))
     assert archived == ["checkpoints.old1", "final.old1", "ledger.jsonl.old1", "metrics.jsonl.old1"]
-    lines = (folder / "metrics.jsonl.old1").read_text().splitlines()
+    lines = (again / "metrics.jsonl.old1").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == recipe.STEPS

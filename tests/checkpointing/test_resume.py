@@ -14,19 +14,15 @@ from src.config.parsing import RunConfig
 from src.distributed.backends import make_backend
 from src.storage import atomic_folder
 from tests.checkpointing import recipe
-from tests.checkpointing.recipe import DAMAGE, at_step, find, identity_of
+from tests.checkpointing.recipe import DAMAGE, find, identity_of
 from tests.checkpointing.test_format import FILES
 from tests.helpers import kit
+from tests.helpers.backend_runs import at_step
 
 
 @pytest.fixture(scope="module")
 def known(tiny) -> dict:
     return identity_of(recipe.flags(tiny))
-
-
-def test_resume_from_what_is_no_checkpoint(tiny, known, interrupted):
-    with pytest.raises(UsageError, match="resume: nowhere is neither a checkpoint nor a run with one"):
-        find(interrupted(), recipe.flags(tiny, resume="nowhere"), known)
 
 
 def _addresses(tiny: dict, folder) -> list[set[int]]:
@@ -41,8 +37,7 @@ def test_loaded_weights_begin_where_those_of_a_new_run_do(tiny, straight, tmp_pa
     """Elsewhere kernels of a CPU round differently, and after hundreds of steps the losses of a resumed run would differ.
 
     The mutant uses weights where transformers has mapped the file into memory."""
-    folder = straight[1].folder / at_step(8)
-    [(ours, mutant)] = kit.spawn(1, _addresses, tiny, folder, out=tmp_path / "out")
+    [(ours, mutant)] = kit.spawn(1, _addresses, tiny, at_step(straight[1], 8), out=tmp_path / "out")
     assert ours == {0}
     assert mutant != {0}
 
@@ -53,7 +48,7 @@ def test_loaded_weights_begin_where_those_of_a_new_run_do(tiny, straight, tmp_pa
 def not_found(folder, argv: list, known: dict) -> list[str]:
     """Return the damages to the newest checkpoint after which the run would not resume from the older one with a note that
     names the file."""
-    newest, missed = folder / at_step(8), []
+    newest, missed = at_step(folder, 8), []
     for path in sorted(newest.iterdir()):
         for how, damage in DAMAGE.items():
             data = path.read_bytes()
@@ -71,9 +66,8 @@ def not_found(folder, argv: list, known: dict) -> list[str]:
 
 def test_every_damage_to_every_file_is_found(tiny, known, interrupted):
     folder, argv = interrupted(), recipe.flags(tiny)
-    assert find(folder, argv, known) == (folder / at_step(8), [])
     assert not_found(folder, argv, known) == []
-    assert find(folder, argv, known) == (folder / at_step(8), [])
+    assert find(folder, argv, known) == (at_step(folder, 8), [])
 
 
 def test_mutant_that_does_not_verify_misses_every_damage(tiny, known, interrupted, monkeypatch):
@@ -83,97 +77,64 @@ def test_mutant_that_does_not_verify_misses_every_damage(tiny, known, interrupte
     assert "model.safetensors middle bit flipped" in missed
 
 
-@pytest.mark.parametrize(
-    "world, name, how",
-    [
-        (2, "optimizer.safetensors", "last byte cut off"),
-        (1, "manifest.json", "removed"),
-    ],
-)
-def test_fallback_to_the_older_checkpoint_is_bitwise_exact(tiny, straight, interrupted, world, name, how):
+@pytest.mark.parametrize("world, mutant", [(2, False), (1, True)])
+def test_fallback_to_the_older_checkpoint_is_bitwise_exact(tiny, straight, interrupted, monkeypatch, world, mutant):
+    """The mutant does not verify, and ends with other weights."""
     folder = interrupted(world)
-    DAMAGE[how](folder / at_step(8) / name)
+    path = at_step(folder, 8) / "model.safetensors"
+    recipe.flip(path, 8 * (path.stat().st_size - 1) + 6)  # an exponent bit of the last weight
+    if mutant:
+        monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
     run = kit.run_training(world, folder, *recipe.flags(tiny))
-    said = (folder.with_suffix(".out") / "rank0.txt").read_text()
-    assert f"step_00000008 is damaged and not used: {name}" in said
-    assert "step_00000004" in said
-    assert recipe.same_run(run, straight[world])
-    assert (folder / "checkpoints" / "old_step_00000008.old1").is_dir()  # kept
+    assert recipe.same_run(run, straight[world]) == (not mutant)
+    assert kit.same(run.weights, straight[world].weights) == (not mutant)
+    if not mutant:
+        said = (folder.with_suffix(".out") / "rank0.txt").read_text()
+        assert "step_00000008 is damaged and not used: model.safetensors" in said
+        assert (folder / "checkpoints" / "old_step_00000008.old1").is_dir()  # kept
 
 
 def test_all_damaged_ends_all_ranks_with_2_and_changes_nothing(tiny, interrupted, tmp_path):
     folder = interrupted()
-    DAMAGE["middle bit flipped"](folder / at_step(4) / "model.safetensors")
-    DAMAGE["middle bit flipped"](folder / at_step(8) / "state.json")
+    DAMAGE["middle bit flipped"](at_step(folder, 4) / "model.safetensors")
+    DAMAGE["middle bit flipped"](at_step(folder, 8) / "state.json")
     before = recipe.contents(folder)
     codes, outputs = recipe.command(recipe.flags(tiny), tmp_path, world=2)
     assert codes == [2, 2], outputs
     last = outputs[0].rstrip().splitlines()[-1]
     assert "step_00000004 is damaged and not used: model.safetensors: its hash" in last
     assert "step_00000008 is damaged and not used: state.json: its hash" in last
-    assert "--resume never" in last
     assert recipe.contents(folder) == before
-
-
-def test_mutant_run_that_does_not_verify_ends_with_other_weights(tiny, straight, interrupted, monkeypatch):
-    folder = interrupted()
-    path = folder / at_step(8) / "model.safetensors"
-    recipe.flip(path, 8 * (path.stat().st_size - 1) + 6)  # an exponent bit of the last weight
-    monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
-    assert not kit.same(kit.run_training(1, folder, *recipe.flags(tiny)).weights, straight[1].weights)
 
 
 # ---- a new run from old weights ----------------------------------------------------------------------------------------
 
 
-def _weights_at_the_start(argv):
-    """Train on this rank; return the model's weights before the first step."""
-    seen = {}
-
-    def look(backend, module, optimizer):
-        seen["weights"] = {name: value.clone() for name, value in module.model.state_dict().items()}
-
-    kit.after_prepare(look)
-    train.main([str(word) for word in argv])
-    return seen["weights"]
-
-
 def test_init_from_begins_a_new_run_with_old_weights(tiny, straight, tmp_path):
-    source = straight[1].folder / at_step(8)
-    flags = recipe.flags(tiny, init_from=source, max_steps=2, seed=5, output_dir=tmp_path / "run")
-    [weights] = kit.spawn(1, _weights_at_the_start, flags, out=tmp_path / "out")
-    stored = kit.load_weights(source)
-    assert stored.keys() <= weights.keys()  # tied ones are stored once
-    assert all(kit.torch.equal(weights[name], stored[name]) for name in stored)
-    # A new run: its moments begin at zero, its order with its own seed.
-    moments = kit.load_weights(tmp_path / "run" / at_step(2), "optimizer")
-    assert moments["step/transformer.wte.weight"] == 2
-    plan = json.loads(kit.ledger_text(tmp_path / "run").splitlines()[0])["plan"]
-    assert plan["seed"] == 5
+    """With a rate of zero they stay. Its moments begin at zero, its order with its own seed."""
+    source = at_step(straight[1], 8)
+    flags = recipe.flags(tiny, init_from=source, max_steps=2, seed=5, learning_rate=0.0)
+    run = kit.run_training(1, tmp_path / "run", *flags)
+    assert kit.same(run.weights, kit.load_weights(source))
+    assert kit.load_weights(at_step(run, 2), "optimizer")["step/transformer.wte.weight"] == 2
+    assert json.loads(kit.ledger_text(run.folder).splitlines()[0])["plan"]["seed"] == 5
 
 
-def test_init_from_an_unfinished_run_takes_its_newest_intact_checkpoint(interrupted):
+def test_init_from_takes_final_or_the_newest_intact_checkpoint_of_a_run(straight, interrupted, tmp_path):
+    done = shutil.copytree(straight[1].folder, tmp_path / "done")
+    assert init_weights(RunConfig(init_from=str(done))) == done / "final"
+    for asked, path in ((done, done / "final"), (at_step(done, 8), at_step(done, 8))):
+        DAMAGE["last byte cut off"](path / "model.safetensors")
+        with pytest.raises(UsageError, match=f"init_from: {path} is damaged: model.safetensors"):
+            init_weights(RunConfig(init_from=str(asked)))
     folder = interrupted()
     cfg = RunConfig(init_from=str(folder))
-    assert init_weights(cfg) == folder / at_step(8)
-    DAMAGE["last bit flipped"](folder / at_step(8) / "model.safetensors")
-    assert init_weights(cfg) == folder / at_step(4)
-    DAMAGE["removed"](folder / at_step(4) / "config.json")
+    assert init_weights(cfg) == at_step(folder, 8)
+    DAMAGE["middle bit flipped"](at_step(folder, 8) / "model.safetensors")
+    assert init_weights(cfg) == at_step(folder, 4)
+    DAMAGE["removed"](at_step(folder, 4) / "config.json")
     with pytest.raises(UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact checkpoint"):
         init_weights(cfg)
-
-
-@pytest.mark.parametrize("what", ["checkpoints/step_00000008", ""])
-def test_init_from_verifies_every_file(straight, tmp_path, what):
-    run = shutil.copytree(straight[1].folder, tmp_path / "run")
-    cfg, folder = RunConfig(init_from=str(run / what)), run / (what or "final")
-    assert init_weights(cfg) == folder
-    for path in sorted(folder.iterdir()):
-        data = path.read_bytes()
-        DAMAGE["last bit flipped"](path)
-        with pytest.raises(UsageError, match=f"init_from: {folder} is damaged: {path.name}"):
-            init_weights(cfg)
-        path.write_bytes(data)
 
 
 # ---- O(1) --------------------------------------------------------------------------------------------------------------

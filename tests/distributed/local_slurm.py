@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+from tests.helpers.ranks import free_port
+
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Debian's folders of the daemons
-RANDOM = random.SystemRandom()  # tests seed the other one, and two suites may run side by side
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "setpriv")
 # A job of the partition `urgent` preempts jobs of `normal`, which are requeued. A requeued job waits cred_expire + 1 seconds.
 CONF = """\
@@ -68,19 +69,6 @@ def missing() -> str:
     return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client)"
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return free ports; all are open at the same time, so that none comes twice.
-
-    They are below the range from which the system takes ports of outgoing connections, before a daemon listens."""
-    with ExitStack() as stack:
-        sockets: list[socket.socket] = []
-        while len(sockets) < count:
-            with suppress(OSError):
-                server = socket.create_server(("127.0.0.1", RANDOM.randrange(10_000, 15_000)))
-                sockets.append(stack.enter_context(server))
-        return [each.getsockname()[1] for each in sockets]
-
-
 class Slurm:
     """A controller and nodes of four CPUs each, while a `with Slurm() as slurm:` block runs."""
 
@@ -91,14 +79,18 @@ class Slurm:
         self.env |= {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> "Slurm":
-        host, ports = socket.gethostname().split(".")[0], _free_ports(self.nodes + 1)
+        host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(self.nodes + 1)]
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
             for name, port in zip(names, ports[1:], strict=True)
         ]
         values = {"host": host, "port": ports[0], "user": pwd.getpwuid(os.getuid()).pw_name, "folder": self.folder}
-        values |= {"kill_wait": self.kill_wait, "nodes": "\n".join(nodes), "first": RANDOM.randrange(1000, 60_000)}
+        values |= {
+            "kill_wait": self.kill_wait,
+            "nodes": "\n".join(nodes),
+            "first": random.SystemRandom().randrange(1000, 60_000),
+        }
         (self.folder / "slurm.conf").write_text(CONF.format(**values))
         for name in ("state", *names):
             (self.folder / name).mkdir()
@@ -151,22 +143,13 @@ class Slurm:
 
     def __call__(self, *command, check: bool = True, env=None, cwd=None, timeout: float = 300) -> str:
         """Return what one of Slurm's commands prints; AssertionError if it fails."""
-        words = [str(word) for word in command]
-        try:
-            done = subprocess.run(
-                words, env=self.env | (env or {}), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except (subprocess.TimeoutExpired, FileNotFoundError):
-            if check:
-                raise
-            return ""
+        words, options = (
+            [str(word) for word in command],
+            {"cwd": cwd, "env": self.env | (env or {}), "timeout": timeout},
+        )
+        done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
-
-    def job(self, job: str) -> dict[str, str]:
-        """Return Slurm's record of a job: JobState, Restarts, ExitCode, …"""
-        words = self("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def main(command: list[str]) -> int:

@@ -1,12 +1,9 @@
 """Jobs for tests/distributed/test_slurm.py: a project to submit from, real launchers or a fake one, states of a job."""
 
-import re
 import sys
 import time
 from pathlib import Path
 
-from src.checkpointing.checkpoint_folder import newest_intact, step_of
-from src.storage import atomic_folder
 from tests.distributed.local_slurm import Slurm
 from tests.helpers import kit
 
@@ -60,7 +57,6 @@ class Job:
 
     def __init__(self, slurm: Slurm, folder: Path, *command, fake: str | None = None, **env):
         self.slurm, self.output = slurm, folder / "output.txt"
-        self.step = 0  # at which it was last signaled
         self.folder = folder / "run"
         path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
         if fake is not None:
@@ -79,30 +75,17 @@ class Job:
 
     def state(self) -> tuple[str, int, str]:
         """Return (state, requeues, exit code)."""
-        job = self.slurm.job(self.id)
+        words = self.slurm("scontrol", "--oneliner", "show", "job", self.id).split()
+        job = dict(word.split("=", 1) for word in words if "=" in word)
         return job["JobState"], int(job["Restarts"]), job["ExitCode"].split(":")[0]
 
-    def until(self, condition, timeout: float = 300) -> None:
-        """Return when `condition` is true or the job has ended; asks Slurm rarely, because that slows the other jobs."""
-        kit.until(lambda: condition() or (time.sleep(0.3) or self.state()[0] in ENDED), timeout)
-
-    def end(self, timeout: float = 300) -> tuple[str, int, str]:
-        """Return the final state."""
-        self.until(lambda: False, timeout)
+    def end(self, condition=lambda: False) -> tuple[str, int, str]:
+        """Return the state when `condition` is true or the job has ended; asks rarely, because that slows the other jobs."""
+        kit.until(lambda: condition() or (time.sleep(0.3) or self.state()[0] in ENDED))
         return self.state()
 
-    def until_step(self, step: int, timeout: float = 300) -> int:
+    def until_step(self, step: int) -> int:
         """Return the step of the run when it has reached `step`."""
-        ended = lambda: "exit code" in self.text().split("start ")[-1]  # noqa: E731
-        kit.until(lambda: kit.last_step(self.folder) >= step or ended(), timeout)
+        self.end(lambda: kit.last_step(self.folder) >= step)
         assert kit.last_step(self.folder) >= step, self.text()
         return kit.last_step(self.folder)
-
-    def was_requeued(self, requeues: int, step: int, timeout: float = 300) -> bool:
-        """Return whether it has started again after it had stopped in order, with everything up to `step` saved."""
-        starts = lambda: re.split(r"start \d+: .*\n", self.text())[1:]  # noqa: E731
-        self.until(lambda: len(starts()) > requeues, timeout)
-        if len(starts()) != requeues + 1 or f"{self.folder}: stopped, step" not in starts()[requeues - 1]:
-            return False
-        newest = newest_intact(self.folder)
-        return not atomic_folder.verify(newest) and step_of(newest) >= step

@@ -1,6 +1,5 @@
 """cluster/: the script of a node stops, saves, resumes; the files of schedulers start it and know its exit codes."""
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -11,17 +10,14 @@ import yaml
 from src.runtime import run_status
 from src.runtime.run_status import EXIT_STOPPED
 from tests.helpers import kit
+from tests.helpers.stopping import endless_run_file
 
 CLUSTER = kit.REPOSITORY / "cluster"
-PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
 
 
 def start_node(folder: Path, *flags: str) -> subprocess.Popen:
-    fields = {name: str(value) for name, value in kit.tiny_files(folder).items()}
-    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
-    run_file = kit.write_yaml(folder / "run.yaml", fields | {"lr_scheduler_type": "constant"})
-    environment = PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "NPROC_PER_NODE": "2"}
-    command = [str(CLUSTER / "node.sh"), str(run_file), *flags]
+    environment = kit.PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "NPROC_PER_NODE": "2"}
+    command = [str(CLUSTER / "node.sh"), str(endless_run_file(folder)), *flags]
     with open(folder / "output.txt", "a") as output:
         return subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment, stdout=output, stderr=output)
 
@@ -51,7 +47,7 @@ def test_node_refuses_what_would_train_elsewhere_than_meant(tmp_path):
         done = subprocess.run(
             [CLUSTER / "node.sh", "configs/stdlib_lm.yaml"],
             cwd=kit.REPOSITORY,
-            env=PLAIN_ENVIRONMENT | environment,
+            env=kit.PLAIN_ENVIRONMENT | environment,
             capture_output=True,
             text=True,
             check=False,

@@ -3,7 +3,6 @@
 import faulthandler
 import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,52 +58,38 @@ def test_so_does_every_other_split(files, fsdp2_alone, tmp_path, name, world, ke
     check_same_checkpoint(fsdp2_alone, run, STEPS, 1e-5)
 
 
-def test_frozen_parameters_and_saved_buffers_reach_all_ranks(files, tmp_path, monkeypatch):
-    """Frozen at the end of `build`, as people do: the ranks that get an empty model do not reach that line."""
+def test_a_model_that_only_the_main_process_builds(files, tmp_path, monkeypatch):
+    """Dropout, tied weights, saved buffers, of which each rank writes one; a layer frozen at the end of `build`, as people do: the ranks that get an empty
+    model do not reach that line."""
     build = causal_lm.Task.build
 
     def edited(self, weights=None, empty=False):
         model = build(self, weights, empty)
-        model.register_buffer("mark", torch.full((3,), 0.0 if empty else 7.0))
+        for name in ("mark", "spot"):  # larger than any layer
+            model.register_buffer(name, torch.full((50_000,), 0.0 if empty else 7.0))
         if not empty:
-            model.get_input_embeddings().requires_grad_(False)
+            model.transformer.wpe.requires_grad_(False)
         return model
 
     monkeypatch.setattr(causal_lm.Task, "build", edited)
-    flags = short(files)
+    flags = short(files, "gpt2.yaml")
     alone = kit.run_training(1, tmp_path / "alone", *flags)
-    run = kit.run_training(2, tmp_path / "run", *flags, env=where("fsdp2", 2))
-    check_same_run(alone, run)
-    assert run.weights["mark"].tolist() == [7.0] * 3
-    assert not any("embed_tokens" in name for name in kit.load_weights(at_step(run, 4), "optimizer"))
-
-
-@pytest.fixture(scope="module")
-def dropped(files, tmp_path_factory) -> tuple[list[str], kit.Run]:
-    """A model with dropout and tied embeddings on one process."""
-    flags = recipe(files, "gpt2.yaml", max_steps=10, save_steps=10)
-    return flags, kit.run_training(1, tmp_path_factory.mktemp("dropped") / "run", *flags)
-
-
-def test_dropout_masks_and_tied_weights_are_those_of_one_process(dropped, tmp_path):
-    flags, alone = dropped
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("fsdp2", 2))
     check_same_numbers(alone, run)
     assert run.weights.keys() == alone.weights.keys()
+    assert all((run.weights[name] == 7.0).all() for name in ("mark", "spot"))
     assert "lm_head.weight" not in run.weights
-    moments = [kit.load_weights(at_step(r, 10), "optimizer") for r in (alone, run)]
+    moments = [kit.load_weights(at_step(r, 4), "optimizer") for r in (alone, run)]
     assert moments[0].keys() == moments[1].keys()
+    assert not any("wpe" in name for name in moments[1])
 
 
-def test_weights_that_accelerate_would_untie_are_refused(dropped, tmp_path, monkeypatch):
+def test_weights_that_accelerate_would_untie_are_refused(files, tmp_path, monkeypatch):
     """Without the method that ties them again, a run trains and ends somewhere else."""
     monkeypatch.setattr(model_with_loss.ModelWithLoss, "tie_weights", lambda self: None)
-    codes, outputs = command(dropped[0], tmp_path / "here")
+    codes, outputs = command(short(files, "gpt2.yaml"), tmp_path / "here")
     assert codes == [1, 1], outputs
     assert "untied" in outputs[0]
-
-
-# ---- equal forward passes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", ["", "training", "evaluation"])
@@ -124,22 +109,6 @@ def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch
     codes, outputs = command(short(files, **fields, ddp_timeout=10 if mutant else 120), tmp_path / "here")
     assert (codes == [0, 0]) == (not mutant), outputs
     assert not mutant or 0 not in codes
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory) -> Path:
-    return kit.write_jsonl(tmp_path_factory.mktemp("single") / "one.jsonl", [{"input_ids": list(range(9))}])
-
-
-@pytest.mark.parametrize("world, rows", [(3, 103), (4, 1)])
-def test_an_evaluation_counts_every_row_once(files, fsdp2_alone, single, tmp_path, world, rows):
-    """Equal to the last bit, because a gathered weight has the bits that it had before it was sharded."""
-    file = single if rows == 1 else files / "validation.jsonl"
-    flags = kit.flags(checkpoint=fsdp2_alone.folder / "final", validation_file=file)
-    line = kit.run_evaluation(world, tmp_path / "here", *flags, env=where("fsdp2", world))
-    alone = fsdp2_alone.kind("eval")[-1] if rows > 1 else kit.run_evaluation(1, tmp_path / "alone", *flags)
-    assert line["examples"] == rows
-    assert {name: alone[name] for name in line} == line
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------------
@@ -198,9 +167,8 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
         assert [counts["_allgather_base_"] for counts in steps] == [gathered] * 2
         assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 2
         assert [counts.get("allreduce_", 0) for counts in steps] == [reduced] * 2
-        start = vectors.index(9 + world)  # before it, those of the start: a barrier, and whether all see the folder
-        assert start == 3
-        assert vectors[start : start + 2] == [9 + world] * 2  # of DDP, and the number of micro-batches of each rank
+        # After those of the start: the vector of DDP, and the number of micro-batches of each rank.
+        assert vectors[3:5] == [9 + world] * 2
 
 
 # ---- memory and precision ----------------------------------------------------------------------------------------------
@@ -223,38 +191,24 @@ def _masters(argv):
     return weights, built
 
 
-@pytest.fixture(scope="module")
-def low(files, tmp_path_factory):
-    """(folder, the weights of each rank) of a run in bfloat16 mixed precision."""
-    folder = tmp_path_factory.mktemp("low")
-    argv = [*recipe(files, max_steps=10), "--output_dir", folder / "run"]
-    ranks = kit.spawn(2, _masters, argv, out=folder / "out", env=kit.where("fsdp2", 2))
-    return folder / "run", ranks
-
-
-def test_weights_stay_float32_under_mixed_precision(fsdp2_alone, low):
-    folder, ranks = low
+def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path):
+    """Only the main process reads or draws weights. An evaluation computes in the precision of training."""
+    argv = [*recipe(files, max_steps=10), "--output_dir", tmp_path / "run"]
+    ranks = kit.spawn(2, _masters, argv, out=tmp_path / "out", env=kit.where("fsdp2", 2))
     for weights, _ in ranks:
         assert {(name, dtype) for name, dtype, *_ in weights} == {("DTensor", torch.float32)}
         assert all(local <= -(-total // 2) for *_, local, total in weights)
-    run = kit.Run(folder)
-    for part in (at_step(run, 10), folder / "final"):
+    assert [built for _, built in ranks] == [[False], [True]]
+    run = kit.Run(tmp_path / "run")
+    for part in (at_step(run, 10), run.folder / "final"):
         assert json.loads((part / "config.json").read_text())["dtype"] == "float32"
         assert {value.dtype for value in kit.load_weights(part).values()} == {torch.float32}
     assert {value.dtype for value in kit.load_weights(at_step(run, 10), "optimizer").values()} == {torch.float32}
     losses = list(zip(run.losses(), fsdp2_alone.losses()[:10], strict=True))
     assert all(a == pytest.approx(b, rel=1e-2) for a, b in losses)
     assert any(abs(a - b) > 1e-6 for a, b in losses)  # matrix products are not in float32
-
-
-def test_an_evaluation_computes_in_the_precision_of_training(low, tmp_path):
-    folder, _ = low
-    line = kit.run_evaluation(3, tmp_path / "here", "--checkpoint", folder / "final", env=kit.where("fsdp2", 3))
-    assert line["loss"] == kit.Run(folder).kind("eval")[-1]["loss"]
-
-
-def test_only_the_main_process_reads_or_draws_weights(low):
-    assert [built for _, built in low[1]] == [[False], [True]]
+    line = kit.run_evaluation(3, tmp_path / "here", "--checkpoint", run.folder / "final", env=kit.where("fsdp2", 3))
+    assert line["loss"] == run.kind("eval")[-1]["loss"]
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,20 +12,16 @@ import pytest
 
 from src.runtime import run_status
 from tests.helpers import kit
-from tests.helpers.stopping import check_saved
+from tests.helpers.stopping import check_saved, endless_run_file
 
-PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
 MAKE_TRAIN = ["make", "-o", ".venv/done", "train"]
 CTRL_C = b"\x03"
 
 
 @pytest.fixture
 def run_file(tmp_path) -> Path:
-    """A run file that names its folder, for more steps than any test waits for."""
-    fields = {name: str(value) for name, value in kit.tiny_files(tmp_path).items()}
-    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
-    fields |= {"lr_scheduler_type": "constant"}
-    return kit.write_yaml(tmp_path / "run.yaml", fields | {"output_dir": str(tmp_path / "run")})
+    """A run file that names its folder."""
+    return endless_run_file(tmp_path, output_dir=str(tmp_path / "run"))
 
 
 def processes_of(run_file: Path) -> list[psutil.Process]:
@@ -55,7 +50,7 @@ class Terminal:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.chdir(kit.REPOSITORY)
-            os.execvpe("sh", ["sh", "-c", f"trap : INT; {command} >'{output}' 2>&1; exit $?"], PLAIN_ENVIRONMENT)
+            os.execvpe("sh", ["sh", "-c", f"trap : INT; {command} >'{output}' 2>&1; exit $?"], kit.PLAIN_ENVIRONMENT)
 
     def press(self, key: bytes) -> None:
         os.write(self.file, key)
@@ -65,25 +60,21 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def train_on_terminal(tmp_path: Path, run_file: Path, processes: int) -> Terminal:
+def train_on_terminal(tmp_path: Path, run_file: Path, processes: int, *words) -> Terminal:
     """Start `make train` on a terminal, and return when it has trained a few steps."""
-    terminal = Terminal(tmp_path / "output.txt", *MAKE_TRAIN, f"CONFIG={run_file}", f"NPROC={processes}")
+    words = [*words, *MAKE_TRAIN, f"CONFIG={run_file}", f"NPROC={processes}"]
+    terminal = Terminal(tmp_path / "output.txt", *words)
     kit.until(lambda: kit.last_step(tmp_path / "run") > 3)
     return terminal
 
 
-@pytest.mark.cluster
-def test_make_smoke_passes_and_leaves_the_run_folder_to_the_run(tmp_path, run_file):
-    command = ["make", "-o", ".venv/done", "smoke", f"CONFIG={run_file}", "NPROC=2"]
-    done = subprocess.run(
-        command, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("smoke: passed")
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 # ---- the run folder ----------------------------------------------------------------------------------------------------
+
+
+def printed(target: str, *words) -> str:
+    """Return the commands of a target, which make only prints."""
+    command = ["make", "-o", ".venv/done", target, "-n", *words]
+    return subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -97,11 +88,9 @@ def test_make_smoke_passes_and_leaves_the_run_folder_to_the_run(tmp_path, run_fi
 def test_run_folder(tmp_path, yaml, words, folder):
     path = tmp_path / "chat.yaml"
     path.write_text(yaml)
-    command = subprocess.run(
-        [*MAKE_TRAIN, "-n", f"CONFIG={path}", *words], cwd=kit.REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout
-    folders = re.findall(r"--output[_-]dir[ =]('[^']*'|\S+)", command)
+    folders = re.findall(r"--output[_-]dir[ =]('[^']*'|\S+)", printed("train", f"CONFIG={path}", *words))
     assert (folders[-1] if folders else None) in (folder, f"'{folder}'")
+    assert f"train.py --config '{path}' --smoke true" in printed("smoke", f"CONFIG={path}")
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------------
@@ -120,13 +109,12 @@ def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
 
     if processes == 2:  # and resumes on one
         make = [*MAKE_TRAIN, f"CONFIG={run_file}", f"ARGS=--max_steps {step + 2}"]
-        subprocess.run(make, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, check=True, timeout=300)
+        subprocess.run(make, cwd=kit.REPOSITORY, env=kit.PLAIN_ENVIRONMENT, check=True, timeout=300)
         assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.cluster)])
-def test_run_that_was_asked_to_stop_is_no_error_of_make(run_file, tmp_path, processes):
-    terminal = train_on_terminal(tmp_path, run_file, processes)
+def test_run_that_was_asked_to_stop_is_no_error_of_make(run_file, tmp_path):
+    terminal = train_on_terminal(tmp_path, run_file, 1)
     (tmp_path / "run" / "stop").touch()
     assert terminal.wait() == 0
     text = (tmp_path / "output.txt").read_text()
@@ -136,36 +124,14 @@ def test_run_that_was_asked_to_stop_is_no_error_of_make(run_file, tmp_path, proc
 
 
 @pytest.mark.cluster
-def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path):
-    terminal = train_on_terminal(tmp_path, run_file, 2)
+@pytest.mark.parametrize("words", [[], ["nohup"]])
+def test_run_is_saved_when_its_terminal_closes_or_continues_under_nohup(run_file, tmp_path, words):
+    terminal = train_on_terminal(tmp_path, run_file, 2, *words)
     os.close(terminal.file)
-    terminal.wait()
+    if words:
+        step = kit.last_step(tmp_path / "run")
+        kit.until(lambda: kit.last_step(tmp_path / "run") > step + 20)
+        (tmp_path / "run" / "stop").touch()
     kit.until(lambda: not processes_of(run_file))
     check_saved(tmp_path / "run")
-
-
-@pytest.mark.cluster
-def test_run_under_nohup_survives_its_terminal(run_file, tmp_path):
-    words = ["nohup", *MAKE_TRAIN, f"CONFIG={run_file}", "NPROC=2"]
-    terminal = Terminal(tmp_path / "output.txt", *words)
-    kit.until(lambda: kit.last_step(tmp_path / "run") > 3)
-    os.close(terminal.file)
-    step = kit.last_step(tmp_path / "run")
-    kit.until(lambda: kit.last_step(tmp_path / "run") > step + 20)
-    (tmp_path / "run" / "stop").touch()
-    kit.until(lambda: not processes_of(run_file))
-    check_saved(tmp_path / "run")
-    assert "the file stop" in run_status.read_status(tmp_path / "run")["reason"]
-
-
-def test_ctrl_c_before_training_begins(run_file, tmp_path):
-    """During the imports of train.py."""
-    terminal = Terminal(tmp_path / "output.txt", sys.executable, "train.py", "--config", run_file)
-    [process] = kit.until(lambda: [p for p in processes_of(run_file) if p.name() != "sh"])
-    kit.until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
-    terminal.press(CTRL_C)
-    assert terminal.wait() == 75
-    text = (tmp_path / "output.txt").read_text()
-    assert "Stopped by Ctrl-C before training began" in text
-    assert "Traceback" not in text
-    assert not (tmp_path / "run").exists()
+    assert ("the file stop" in run_status.read_status(tmp_path / "run")["reason"]) == bool(words)

@@ -1,13 +1,8 @@
 """Plain torch modules under FSDP2: the numbers of one process, resumed, evaluated, whole in final/."""
 
-import shutil
-
 import pytest
 
-from src.distributed.fsdp2 import layers_that_share
-from src.tasks.base import Task
-from src.training.model_with_loss import ModelWithLoss
-from tests.helpers import kit, plain_task
+from tests.helpers import kit
 from tests.helpers.backend_runs import where
 from tests.helpers.plain_task import flags
 
@@ -25,19 +20,10 @@ def test_fsdp2_trains_resumes_and_evaluates_a_plain_module(plain, tmp_path, fiel
     assert {path.name for path in (two.folder / "final").glob("*.safetensors")} == {
         f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)
     }
-    folder = shutil.copytree(two.folder, tmp_path / "run")
-    shutil.rmtree(folder / "final")
-    shutil.rmtree(folder / "checkpoints" / "step_00000024")
+    folder = kit.rewind(two.folder, 16, tmp_path / "run")
     run = kit.run_training(2, folder, *argv, env=env, units=units)
     assert kit.same(run.weights, two.weights)
     line = kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", folder, env=env)
     assert line == two.kind("eval")[-1] == run.kind("eval")[-1]
     line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", folder)  # from the files of two ranks
     assert line == pytest.approx(two.kind("eval")[-1])
-
-
-def test_layers_that_share_a_parameter_are_found():
-    for tied in (False, True):
-        model = ModelWithLoss(plain_task.Net(tied=tied), Task(None, None))
-        assert layers_that_share(model) == ({"Block"} if tied else set())
-        assert model.tied == ([["blocks.0.linear.weight", "blocks.3.linear.weight"]] if tied else [])

@@ -1,9 +1,7 @@
 """A stop at any moment saves the run and ends it with exit code 75; a second signal ends it at once."""
 
-import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -13,10 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+import src
 import train
 from src.checkpointing import checkpoint_folder
 from src.config.errors import Stopped
+from src.config.schema import RunConfig
 from src.distributed import stop_signals
+from src.distributed.init_accelerator import init_accelerator
 from src.runtime import run_status
 from src.storage import atomic_folder
 from src.tasks import causal_lm
@@ -26,7 +27,6 @@ from tests.helpers.stopping import begin, check_resumes, check_saved, check_stop
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
 
 
 @pytest.fixture(scope="module")
@@ -103,51 +103,28 @@ def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch
 # ---- during an evaluation ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def waiting_evaluation(monkeypatch) -> None:
-    """Let rank 0 create the file evaluating_STEP in an evaluation, and all ranks wait for go_STEP, if WAITS is set."""
+def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
+    """The last one of the run."""
     original = evaluation.seed_everything
 
     def seed_everything(value):
-        if "WAITS" in os.environ:
-            step = kit.last_step(Path("run"))  # rank 0 has written the line of this step
-            if os.environ["RANK"] == "0":
-                Path(f"evaluating_{step}").touch()
-            kit.until(Path(f"go_{step}").exists)  # also on rank 1, or it could ask for a stop before the signal comes
+        if kit.last_step(Path("run")) == 20:  # rank 0 has written the line of this step
+            Path(f"evaluating_{os.environ['RANK']}").touch()
+            kit.until(Path("go").exists)
         original(value)
 
-    monkeypatch.setattr(evaluation, "seed_everything", seed_everything)
-
-
-def begin_evaluation(folder: Path, flags: list[str], step: int) -> kit.Ranks:
-    """Start the command, and return when it evaluates in this step; earlier evaluations do not wait."""
-    for mark in folder.glob("*_[0-9]*"):  # of an earlier launch
-        mark.unlink()
-    if step > 10:
-        (folder / "go_10").touch()
-    ranks = kit.Ranks("train.py", *flags, folder=folder, world=2, env={"WAITS": "1"})
-    kit.until((folder / f"evaluating_{step}").exists)
-    return ranks
-
-
-def evaluated_steps(folder: Path) -> list[int]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if line["kind"] == "eval"]
-
-
-def test_interrupted_evaluation_is_repeated(tiny, tmp_path, waiting_evaluation):
-    """Interrupted in the middle of the run, and in the last evaluation of the run."""
     flags = recipe(tiny, max_steps=20, eval_steps=10, per_device_eval_batch_size=1)
     undisturbed, folder = kit.run_training(2, tmp_path / "straight", *flags), tmp_path / "run"
-    for step, number, rank in ((10, signal.SIGTERM, 1), (20, signal.SIGUSR1, 0)):
-        ranks = begin_evaluation(tmp_path, flags, step)
-        ranks.signal(number, rank)
-        until_handled(tmp_path, (rank,))
-        (tmp_path / f"go_{step}").touch()
-        assert check_stopped(ranks, folder) == step
-        assert evaluated_steps(folder) == list(range(10, step, 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "seed_everything", seed_everything)
+        ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
+    kit.until(lambda: {"evaluating_0", "evaluating_1"} <= set(os.listdir(tmp_path)))
+    ranks.signal(signal.SIGTERM, 1)
+    until_handled(tmp_path, (1,))
+    (tmp_path / "go").touch()
+    assert check_stopped(ranks, folder) == 20
+    assert [line["step"] for line in kit.timeless(folder) if line["kind"] == "eval"] == [10]
     check_resumes(tmp_path, flags, undisturbed)
-    assert evaluated_steps(folder) == [10, 20]
 
 
 # ---- twice, early, by file, by clock -----------------------------------------------------------------------------------
@@ -179,14 +156,22 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
     assert ranks.text().count("without saving.") == 2  # of one launcher: once
 
 
+def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
+    """Return the requests of a rank that trains, without signal handlers and thread."""
+    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
+    vars(signals).update(
+        folder=folder, rank=0, is_main=False, is_training=True, reason=None, first_signal=None, **values
+    )
+    return signals
+
+
 def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     """A launcher passes on a signal that the whole process group has received."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 600.0)
-    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(folder=tmp_path, rank=0, reason=None, is_training=True, is_main=False, first_signal=None)
+    signals = bare_signals(tmp_path)
     for _ in range(2):
-        stop_signals.StopSignals._handle(signals, signal.SIGTERM)
+        signals._handle(signal.SIGTERM)
     assert signals.reason == "SIGTERM"
 
 
@@ -236,14 +221,13 @@ def test_time_limit(tiny, tmp_path, monkeypatch):
     assert "the time limit" in run_status.read_status(tmp_path / "run")["reason"]
 
 
-@pytest.mark.parametrize("seconds, reason", [(27, "the time limit"), (40, None)])
-def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path, seconds, reason):
+def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
     """One and a half steps of 10 s, two saves of 6 s, two polls."""
-    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(folder=tmp_path, reason=None, save_requested=False, step_seconds=10.0, save_seconds=6.0)
-    signals.deadline = time.monotonic() + seconds
-    signals._poll_requests()
-    assert signals.reason == reason
+    for seconds, reason in ((27, "the time limit"), (40, None)):
+        deadline = time.monotonic() + seconds
+        signals = bare_signals(tmp_path, step_seconds=10.0, save_seconds=6.0, deadline=deadline)
+        signals._poll_requests()
+        assert signals.reason == reason
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------------------
@@ -257,7 +241,7 @@ class Launch:
         self.process = subprocess.Popen(
             [str(word) for word in command],
             cwd=kit.REPOSITORY,
-            env=PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=kit.PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
             stdout=self.output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -269,13 +253,9 @@ class Launch:
         return self
 
     def workers(self) -> list[psutil.Process]:
-        """Return the training processes by rank: those that hold the log files of the ranks."""
-        by_rank = {}
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            for file in process.open_files():
-                if match := re.fullmatch(re.escape(str(self.folder)) + r"/logs/rank_(\d+)\.log", file.path):
-                    by_rank[int(match[1])] = process
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        """Return the training processes."""
+        children = psutil.Process(self.process.pid).children()
+        return [process for process in children if str(self.folder) in process.cmdline()]
 
 
 def long_recipe(tiny, folder: Path, **fields) -> list[str]:
@@ -283,21 +263,12 @@ def long_recipe(tiny, folder: Path, **fields) -> list[str]:
     return recipe(tiny, **{"max_steps": 400, "save_steps": 20, "output_dir": folder} | fields)
 
 
-def test_launcher_that_ends_during_the_imports_of_a_rank(tiny, tmp_path):
+def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
     """Nobody would answer the rank, which would wait for the others in vain."""
-    launcher = '"$@" & until grep -q libtorch /proc/$!/maps; do sleep 0.01; done'
-    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    group |= {
-        "MASTER_PORT": str(kit.free_port()),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    rank = [sys.executable, str(kit.REPOSITORY / "train.py"), *recipe(tiny, ddp_timeout=30)]
-    with (tmp_path / "output.txt").open("w") as output:
-        options = {"env": PLAIN_ENVIRONMENT | group, "stdout": output, "stderr": output, "check": True}
-        subprocess.run(["sh", "-c", launcher, "sh", *rank], cwd=tmp_path, **options)
-    kit.until(lambda: "the launcher has ended" in (tmp_path / "output.txt").read_text(), 60)
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(src, "LAUNCHER_PID", -1)
+    with pytest.raises(Stopped, match="the launcher has ended"):
+        init_accelerator(RunConfig(output_dir="unused"))
 
 
 @pytest.mark.cluster

@@ -1,5 +1,7 @@
 """A trainable parameter that the loss does not use: refused by DDP in that step, or exact on any number of processes."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 
@@ -17,25 +19,21 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("rows")
 
 
-@pytest.fixture(autouse=True)
-def routed(monkeypatch):
-    monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
-
-
-def model(monkeypatch, **options) -> None:
-    monkeypatch.setattr(text_classification.Task, "build", lambda *a, **k: routed_model.build(*a, **k, **options))
+@pytest.fixture(scope="module", autouse=True)
+def routed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_classification.Task, "build", routed_model.build)
+        yield
 
 
 @pytest.fixture(scope="module")
 def one(folder, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_classification.Task, "build", routed_model.build)
-        return kit.run_training(1, tmp_path_factory.mktemp("one") / "run", *routed_model.recipe(folder))
+    return kit.run_training(1, tmp_path_factory.mktemp("one") / "run", *routed_model.recipe(folder))
 
 
-def command(folder, tmp_path, world, *flags, env=None, **fields):
+def command(folder, tmp_path, world, *flags, **fields):
     argv = [*routed_model.recipe(folder, **fields), *flags, "--output_dir", "run"]
-    return kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world, env=env)
+    return kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world)
 
 
 # ---- parameters that only some rows use --------------------------------------------------------------------------------
@@ -92,7 +90,8 @@ def test_fsdp2_with_experts_that_differ_between_ranks(folder, tmp_path):
 
 
 def test_an_unused_parameter_is_refused_under_ddp(folder, tmp_path, monkeypatch):
-    model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
+    options = {"dense": True, "frozen": ("experts.1", "experts.2", "experts.3", "experts.4")}
+    monkeypatch.setattr(text_classification.Task, "build", partialmethod(routed_model.build, **options))
     codes, texts = command(folder, tmp_path / "one", 1, max_steps=3)
     assert codes == [0]
     codes, texts = command(folder, tmp_path / "two", 2, max_steps=1)  # in the step itself, not in the next one

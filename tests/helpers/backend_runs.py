@@ -1,4 +1,4 @@
-"""The recipe and the comparison that tests of FSDP2, tensor parallelism and DeepSpeed share."""
+"""The recipe and the comparisons that tests of checkpoints, FSDP2, tensor parallelism and DeepSpeed share."""
 
 from pathlib import Path
 

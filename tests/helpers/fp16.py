@@ -5,16 +5,20 @@ import torch
 import train
 
 
-def train_in_fp16(argv, scale: float):
-    """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only."""
-    start = train.init_accelerator
+def with_scaler(init_accelerator, scale: float, **options):
+    """Return an init_accelerator with autocast to float16 and a gradient scaler, which accelerate gives to GPUs only."""
 
     def scaled(run):
-        accelerator = start(run)
+        accelerator = init_accelerator(run)
         accelerator.state._mixed_precision = "fp16"
         accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, **options)
         return accelerator
 
-    train.init_accelerator = scaled
+    return scaled
+
+
+def train_in_fp16(argv, scale: float):
+    """Train with a gradient scaler."""
+    train.init_accelerator = with_scaler(train.init_accelerator, scale)
     train.main([str(word) for word in argv])

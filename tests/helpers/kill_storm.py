@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from src.storage import atomic_folder
@@ -25,22 +24,20 @@ def _train(argv: list[str]) -> None:
 
 
 def run(
-    argv: list,
-    folder: Path,
-    world: int,
-    should_kill: Callable[[float], bool] | None = None,
-    deadline: float = float("inf"),
+    argv: list, folder: Path, world: int, kill_at: tuple[float, float] | None = None, deadline: float = float("inf")
 ) -> bool:
-    """Train in `folder` until the end, or kill all ranks when `should_kill(seconds since the start)`; return whether it ended."""
-    started, killed = time.monotonic(), False
+    """Train in `folder` until the end, or kill all ranks so many seconds after a step, (step, seconds); return whether it ended."""
     ranks = kit.fork(world, _train, [*map(str, argv), "--output_dir", str(folder)], out=folder.with_suffix(".out"))
+    killed, reached = False, None
     while not killed and any(rank.is_alive() for rank in ranks):
-        killed = time.monotonic() > deadline or bool(should_kill and should_kill(time.monotonic() - started))
+        now = time.monotonic()
+        if kill_at and reached is None and kit.last_step(folder) >= kill_at[0]:
+            reached = now
+        killed = now > deadline or bool(reached and now - reached >= kill_at[1])
         time.sleep(0.005)
     for rank in ranks:
         if killed:
             rank.kill()
-    for rank in ranks:
         rank.join()
     if not killed and any(rank.exitcode for rank in ranks):
         texts = [file.read_text() for file in sorted(folder.with_suffix(".out").glob("*.txt"))]
@@ -64,24 +61,12 @@ def differences(straight: Path, killed: Path) -> list[str]:
     return found + [f"final: {error}" for error in atomic_folder.verify(killed / "final")]
 
 
-def during_start(rng: random.Random) -> Callable[[float], bool]:
-    """Return when to kill: within the first second, in which the run starts."""
-    moment = rng.uniform(0, 1.0)
-    return lambda lived: lived > moment
-
-
-def during_steps(rng: random.Random, folder: Path, kills_left: int, total: int) -> Callable[[float], bool]:
-    """Return when to kill: somewhere in the steps, so that the kills are spread over the whole run."""
-    last = kit.last_step(folder)
-    step = min(last + rng.uniform(0, 2 * (total - last) / kills_left), total - 1)
-    rest, reached = rng.uniform(0, 0.05), []
-
-    def should_kill(lived: float) -> bool:
-        if kit.last_step(folder) >= step:
-            reached.append(lived)
-        return bool(reached) and lived - reached[0] >= rest
-
-    return should_kill
+def moment(rng: random.Random, last: int, kills_left: int, total: int) -> tuple[float, float]:
+    """Return when to kill, (step, seconds after it): in the second in which a run starts, or somewhere in the steps after
+    `last`, so that the kills are spread over the whole run."""
+    if rng.random() < 0.2:
+        return 0, rng.uniform(0, 1.0)
+    return min(last + rng.uniform(0, 2 * (total - last) / kills_left), total - 1), rng.uniform(0, 0.05)
 
 
 def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60, seed: int | None = None) -> dict:
@@ -97,9 +82,8 @@ def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60,
     while done < kills and time.monotonic() < deadline:
         killed, complete, before = folder / f"killed_{done}", False, done
         while not complete and done < kills and time.monotonic() < deadline:
-            at_start = rng.random() < 0.2
-            should_kill = during_start(rng) if at_start else during_steps(rng, killed, kills - done, total)
-            complete = run(argv, killed, world, should_kill, deadline)
+            kill_at = moment(rng, kit.last_step(killed), kills - done, total)
+            complete = run(argv, killed, world, kill_at, deadline)
             done += not complete
         if not complete:
             run(argv, killed, world, deadline=deadline)

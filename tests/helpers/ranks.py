@@ -23,6 +23,7 @@ import src
 from src.runtime import private_apis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
 USED_PORTS: set[int] = set()  # by free_port
 STARTED: list = []  # the processes of `fork`
 
@@ -134,14 +135,6 @@ ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_di
 
 
 @functools.cache
-def _compute_once() -> None:
-    """Fill a cache that every child would fill again: patterns that a save needs."""
-    from transformers import conversion_mapping
-
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")
-
-
-@functools.cache
 def _compile_deepspeed() -> None:
     """Let DeepSpeed compile its communication, which can take minutes, before a launch with a timeout waits for it.
 
@@ -163,7 +156,6 @@ def fork(world: int, target, *args, out, env=None) -> list:
     Takes half a second (a launcher: fifteen), because imports are done once."""
     for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
-    _compute_once()
     if "ACCELERATE_USE_DEEPSPEED" in (env or {}) and find_spec("deepspeed"):
         _compile_deepspeed()
     out = Path(out)

@@ -21,6 +21,13 @@ def recipe(tiny: dict, **fields) -> list[str]:
     return kit.flags(**tiny | values | {"save_steps": 10_000} | fields)
 
 
+def endless_run_file(folder: Path, **fields) -> Path:
+    """Write data and a run file, of more steps than any test waits for, to `folder`."""
+    values = {name: str(value) for name, value in kit.tiny_files(folder).items()}
+    values |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
+    return kit.write_yaml(folder / "run.yaml", values | {"lr_scheduler_type": "constant"} | fields)
+
+
 def _slow_soon(optimizer_step):
     """Return an optimizer_step that takes 0.2 s after 15 steps, so that no run ends before a test on a loaded machine stops it."""
     calls = 0
