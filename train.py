@@ -57,7 +57,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     start = resume.find_start(cfg, backend, task, datasets)
     model = model_with_loss.build_model(cfg, backend, task, start.weights, techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
-    module, optimizer = backend.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
+    module, optimizer = backend.prepare(model, optimizer)  # accelerator.prepare: call `module`, save `model`
     size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
     run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
@@ -70,6 +70,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
     gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
+    gradient = backend.as_after_a_step(gradient) if start.checkpoint else gradient
     score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
@@ -89,7 +90,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
                     logger.train_line()
         if due.save() or save_requested:
             checkpoints.save()  # copies to CPU memory, then writes in a background thread
-        if due.finished():
+        if due.finished():  # all steps are done, or early_stopping_patience is used up
             break
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from src.config.paths import REPOSITORY
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 
 MODEL = {
     "model_type": "llama",
@@ -120,7 +120,7 @@ def main() -> None:
             plain = seconds(lambda: read_all(newest))
             if state == "from disk":
                 evicted(newest)
-            verify = seconds(lambda: atomic_folder.verify(newest))
+            verify = seconds(lambda: verify_hashes.verify(newest))
             print(
                 f"verify {state + ':':<20}{size / verify:.2f} GB/s (only reading: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
             )

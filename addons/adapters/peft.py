@@ -21,7 +21,7 @@ from src.config.errors import UsageError, errors_of
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
-from src.models.load_config import model_folder
+from src.models.config_and_tokenizer import model_folder
 from src.training.model_with_loss import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names

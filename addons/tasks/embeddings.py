@@ -20,8 +20,7 @@ from src.config.errors import UsageError
 from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
-from src.models.load_config import model_folder
-from src.models.load_tokenizer import load_text_encoder
+from src.models.config_and_tokenizer import load_text_encoder, model_folder
 from src.runtime.private_apis import known_masks
 from src.tasks.base import Batch
 from src.text.labels import require_columns

@@ -18,9 +18,8 @@ from src.config.errors import UsageError
 from src.config.fields import max_length_option, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
 from src.models.cross_entropy import CrossEntropy
-from src.models.load_config import vocabulary_size
-from src.models.load_tokenizer import load_text_encoder, load_tokenizer
 from src.models.model_checks import probing
 from src.runtime.private_apis import known_masks
 from src.tasks import base

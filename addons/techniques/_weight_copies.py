@@ -5,8 +5,8 @@ Tests: tests/addons/techniques/test_averages.py.
 
 import torch
 
+from src.distributed.running_statistics import persistent_buffers
 from src.distributed.sharded_tensors import local_part, plain_name
-from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
 from src.training.train_state import Run
 

@@ -17,7 +17,8 @@ import yaml
 from src.config.errors import UsageError
 from src.runtime.exit_codes import run_main
 from src.storage import jsonl
-from src.storage.atomic_folder import read_json, rewrite
+from src.storage.atomic_folder import rewrite
+from src.storage.jsonl import read_json
 
 FIGURES = [  # title, label of the y-axis ({unit}: what the task counts), {kind of line in metrics.jsonl: key}
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),

@@ -17,7 +17,7 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import ShardedTensorRef
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl, verify_hashes
 from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
@@ -83,7 +83,7 @@ def load_part(checkpoint: Path, part: str, holder: Any) -> None:
 
 def copy_model(checkpoint: Path, folder: Path) -> None:
     """Copy a checkpoint to `folder` without its training state."""
-    training_state = ["state.json", atomic_folder.MANIFEST]
+    training_state = ["state.json", verify_hashes.MANIFEST]
     for part in read_state(checkpoint)["numbers"]:
         training_state += [f"{part}.safetensors", f"{part}-*-of-*.safetensors"]
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
@@ -96,7 +96,7 @@ def read_state(checkpoint: Path) -> dict:
 
 def read_run_id(checkpoint: Path) -> str | None:
     """Return the id of the run that saved a checkpoint, None for other folders. It never changes in a run's folder."""
-    return atomic_folder.read_json(checkpoint / "state.json").get("run_id")
+    return jsonl.read_json(checkpoint / "state.json").get("run_id")
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------------------------------------
@@ -114,18 +114,18 @@ def step_of(checkpoint: Path) -> int | None:
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
         return None
-    return atomic_folder.read_json(checkpoint / "state.json").get("progress", {}).get("step")
+    return jsonl.read_json(checkpoint / "state.json").get("progress", {}).get("step")
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
     """Return the newest intact checkpoint of a run, or None. Reads every byte of each checkpoint it verifies."""
-    return next((path for path in reversed(list_checkpoints(output_dir)) if not atomic_folder.verify(path)), None)
+    return next((path for path in reversed(list_checkpoints(output_dir)) if not verify_hashes.verify(path)), None)
 
 
 def intact_at(output_dir: str | Path, step: int) -> Path | None:
     """Return the checkpoint of a step; warn and return None if it is damaged."""
     checkpoint = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
-    if checkpoint and (errors := atomic_folder.verify(checkpoint)):
+    if checkpoint and (errors := verify_hashes.verify(checkpoint)):
         warn(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
         return None
     return checkpoint

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import yaml
 
 from src.checkpointing import checkpoint_folder, model_folder, resume
-from src.checkpointing.async_writer import BackgroundWriter, check_shared_folder
+from src.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from src.checkpointing.resume import Start
-from src.checkpointing.tensor_files import HostCopy, Tensors, digest
+from src.checkpointing.tensor_files import Tensors, digest
 from src.config.addons import functions_of_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml

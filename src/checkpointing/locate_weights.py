@@ -18,7 +18,7 @@ from src.config.errors import UsageError, warn
 from src.config.fields import ASK
 from src.config.paths import REPOSITORY, locate, read_yaml
 from src.config.schema import RunConfig
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from src.tasks import OPTIONS
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ def locate_weights(name: str, field: str) -> Path:
             f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "
             "other models give --model_name_or_path"
         )
-    is_ours = (weights / atomic_folder.MANIFEST).exists() or (weights / "state.json").exists()
-    if is_ours and (errors := atomic_folder.verify(weights)):
+    is_ours = (weights / verify_hashes.MANIFEST).exists() or (weights / "state.json").exists()
+    if is_ours and (errors := verify_hashes.verify(weights)):
         raise UsageError(f"{field}: {weights} is damaged: {'; '.join(errors)}")
     return weights
 
 
 def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
     """Warn if a checkpoint or final model is evaluated in another mixed precision than it was trained in."""
-    trained = atomic_folder.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
+    trained = verify_hashes.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
     if trained and trained != (now := accelerator.mixed_precision):
         warn(
             f"this model was trained with mixed_precision {trained} and is evaluated with {now}: the metrics differ from those "
@@ -79,7 +79,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
         state = read_state(weights)
         config, step = state["config"], state["progress"]["step"]
     elif (weights / RUN_CONFIG).exists():
-        config, step = read_yaml(weights / RUN_CONFIG), atomic_folder.read_metadata(weights).get("step")
+        config, step = read_yaml(weights / RUN_CONFIG), verify_hashes.read_metadata(weights).get("step")
     else:
         raise UsageError(
             f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "

@@ -16,7 +16,7 @@ from src.config.addons import functions_of_addons
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime import private_apis
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
@@ -105,7 +105,7 @@ def best_sentence(cfg: RunConfig, state: TrainState, final_step: int, average: s
 
 def is_final_of(step: int, folder: Path) -> bool:
     """Return whether `folder` is an undamaged final model of this step."""
-    return atomic_folder.read_metadata(folder).get("step") == step and not atomic_folder.verify(folder)
+    return verify_hashes.read_metadata(folder).get("step") == step and not verify_hashes.verify(folder)
 
 
 def complete_final(folder: Path, run: Run, config: dict, final_step: int, average: str) -> bool:

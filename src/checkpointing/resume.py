@@ -19,7 +19,7 @@ from src.distributed.backend_checks import check_only_tensors
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import run_status
-from src.storage import atomic_folder
+from src.storage import atomic_folder, verify_hashes
 from src.tasks import Task
 from src.training.techniques import Techniques
 from src.training.train_state import Run, TrainState
@@ -86,7 +86,7 @@ def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path |
     launcher restarts a stopped run."""
     candidates, notes = _candidates(cfg, Path(cfg.output_dir))
     for checkpoint in reversed(candidates):
-        if errors := atomic_folder.verify(checkpoint):
+        if errors := verify_hashes.verify(checkpoint):
             notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
         else:
             return checkpoint, notes + check_same_run(checkpoint, cfg, options, current)
@@ -110,7 +110,7 @@ def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
     is_of_this_run = belongs(asked, folder)
     if began_here and checkpoints and not is_of_this_run:
         return checkpoints, [f"{folder} holds the run that began from {asked}: resuming from its newest checkpoint"]
-    is_checkpoint = (asked / "state.json").exists() or (asked / atomic_folder.MANIFEST).exists()
+    is_checkpoint = (asked / "state.json").exists() or (asked / verify_hashes.MANIFEST).exists()
     if not (candidates := [asked] if is_checkpoint else list_checkpoints(asked)):
         raise UsageError(
             f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"

@@ -17,8 +17,8 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.paths import read_yaml
 from src.config.schema import RunConfig, changeable_fields
-from src.models.load_config import pretrained_source
-from src.storage import atomic_folder
+from src.models.config_and_tokenizer import pretrained_source
+from src.storage import jsonl, verify_hashes
 from src.training.schedules import make_schedule, total_steps
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _model_contents(cfg: RunConfig) -> dict[str, Any]:
     values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
     values = {name: value for name, value in values.items() if name not in SAVED_BY}
     code = sorted(folder.glob("*.py")) if cfg.trust_remote_code else []
-    return values | {path.name: atomic_folder.hash_file(path)["xxh3_128"] for path in code} | {"commit": commit}
+    return values | {path.name: verify_hashes.hash_file(path)["xxh3_128"] for path in code} | {"commit": commit}
 
 
 def check_same_run(checkpoint: Path, cfg: RunConfig, options: Any, current: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
     first = ""
     for number in count(1) if cfg.resume == "auto" else ():
         folder = cfg.output_dir + f"_{number}" * (number > 1)
-        states = [atomic_folder.read_json(path / "state.json") for path in list_checkpoints(folder)]
+        states = [jsonl.read_json(path / "state.json") for path in list_checkpoints(folder)]
         state = next((state for state in reversed(states) if "identity" in state), None)
         refused, allowed = _changes(state, cfg, options, state["identity"]) if state else ({}, {})
         if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:

@@ -12,7 +12,9 @@ full tensors that one process would write.
 # Every save also needs collectives, so one rank's disk that does not answer would stop all ranks.
 
 import json
-import re
+import shutil
+import time
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,83 +24,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from src.distributed.sharded_tensors import gather_full, is_partial
+from src.config.errors import DiskError, Failure, is_disk_error
 from src.runtime import private_apis
+from src.storage import atomic_folder, verify_hashes
 
 Tensors = dict[str, torch.Tensor]
+SHARD_TIMEOUT = 600.0  # seconds that the main process's background thread waits for the files of other ranks
 REOPEN_AFTER = 1 << 26  # bytes read before a memory-mapped file is reopened: until then they count as memory
 
 
 def file_name(part: str, rank: int, world: int) -> str:
     """Return the name of a rank's file in the scheme of transformers: model-00001-of-00002.safetensors."""
     return f"{part}-{rank + 1:05d}-of-{world:05d}.safetensors" if world > 1 else f"{part}.safetensors"
-
-
-# ---- copy to the host ------------------------------------------------------------------------------------------------
-
-
-class HostCopy:
-    """Host memory for one copy of the training state: allocated by the first copy, reused by the next ones."""
-
-    def __init__(self, rank: int = 0, world: int = 1):
-        """Copies of one of the `world` ranks that write a checkpoint together hold only what this rank writes."""
-        self.rank, self.world = rank, world
-        self.memory: dict[tuple[str, str], torch.Tensor] = {}
-
-    def take(self, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensors]:
-        """Return copies of this rank's tensors in host memory; tied weights share one copy. Waits for the device.
-
-        Sharded tensors are gathered one at a time (a collective)."""
-        rank_of = assign_tensors_to_ranks(tensors, self.world)
-        copies: dict[str, Tensors] = {part: {} for part in tensors}
-        copied: dict[Any, torch.Tensor | None] = {}  # storage key -> copy, or None if another rank writes it
-        from_device = False
-        for part, named in tensors.items():
-            for name, value in named.items():
-                storage = _storage_key(value)
-                if storage not in copied:
-                    full = gather_full(value)
-                    from_device |= full.device.type != "cpu"
-                    copied[storage] = self._copy((part, name), full) if rank_of[part, name] == self.rank else None
-                if (copy := copied[storage]) is not None:
-                    copies[part][name] = copy
-        if from_device:
-            torch.accelerator.synchronize()
-        return copies
-
-    def _copy(self, key: tuple[str, str], value: torch.Tensor) -> torch.Tensor:
-        memory = self.memory.get(key)
-        if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
-            memory = self.memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return memory.copy_(value, non_blocking=True)
-
-
-def _storage_key(value: Any) -> Any:
-    """Return a key that is equal for two names only if they are the same tensor (tied weights)."""
-    if is_partial(value) or not value.nbytes:
-        return id(value)
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
-
-
-def assign_tensors_to_ranks(tensors: dict[str, dict[str, Any]], world: int) -> dict[tuple[str, str], int]:
-    """Return {(part, name): rank that writes it}, balanced by size; one rank writes a layer and all its moments.
-
-    Layers are not divided because transformers converts some models layer by layer when it saves them."""
-    layer_of: dict[tuple[str, str], str] = {}
-    layer_of_tensor: dict[int, str] = {}  # tied weights have several names
-    sizes: dict[str, int] = {}
-    for part, named in tensors.items():
-        for name, value in named.items():
-            plain = name.split("/", 1)[-1]
-            match = re.match(r".*?\.\d+(?=\.)", plain)  # up to the first number, the index of the layer
-            layer = layer_of_tensor.setdefault(id(value), match[0] if match else plain)
-            layer_of[part, name] = layer
-            sizes[layer] = sizes.get(layer, 0) + value.nbytes
-    loads, rank_of = [0] * world, {}
-    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
-        rank_of[layer] = min(range(world), key=lambda rank: (loads[rank], rank))
-        loads[rank_of[layer]] += sizes[layer]
-    return {key: rank_of[layer] for key, layer in layer_of.items()}
 
 
 def digest(value: torch.Tensor) -> str:
@@ -127,6 +64,51 @@ def write_index(folder: Path) -> None:
     size = sum(path.stat().st_size for path in paths)
     body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+# ---- ranks that write a folder together on a shared disk -------------------------------------------------------------
+
+
+def write_shard(shards: Path, rank: int, write: Callable[[Path], None]) -> None:
+    """Write this rank's files to SHARDS/RANK, and their hashes or the error to SHARDS/RANK.json.
+
+    RANK.json is written last, so its existence tells the main process that the files are complete."""
+    folder, outcome = shards / str(rank), shards / f"{rank}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write(folder)
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        for path in files:
+            atomic_folder.fsync(path)
+        result = {"files": {path.name: verify_hashes.hash_file(path) for path in files}}
+    except Exception as error:
+        atomic_folder.rewrite(outcome, json.dumps({"error": str(error), "disk": is_disk_error(error)}))
+        if not is_disk_error(error):
+            raise
+    else:
+        atomic_folder.rewrite(outcome, json.dumps(result))
+
+
+def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> dict[str, dict]:
+    """Move all other ranks' files into `folder`; return their hashes.
+
+    Raise DiskError if a rank's disk failed or a rank is late, Failure if a rank has an error that ends the run."""
+    end, hashes = time.monotonic() + patience, {}
+    for rank in range(1, world):
+        outcome = shards / f"{rank}.json"
+        while not outcome.exists():
+            if time.monotonic() > end:
+                raise DiskError(None, f"rank {rank} has not written its shard in {patience:g} s")
+            time.sleep(0.02)
+        result = json.loads(outcome.read_text())
+        if "error" in result:
+            text = f"{result['error']}, on rank {rank}"
+            raise DiskError(None, text) if result["disk"] else Failure(text)
+        for name in result["files"]:
+            (shards / str(rank) / name).rename(folder / name)
+        hashes |= result["files"]
+    shutil.rmtree(shards, ignore_errors=True)
+    return hashes
 
 
 # ---- read ------------------------------------------------------------------------------------------------------------

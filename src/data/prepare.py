@@ -32,7 +32,7 @@ from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
 from src.runtime import console, private_apis
-from src.storage import atomic_folder
+from src.storage import atomic_folder, verify_hashes
 from src.storage.cache_folder import SharedWork, cache_root
 from src.tasks import Task, base
 
@@ -63,8 +63,8 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
             shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
-    sizes = {name: entry["size"] for name, entry in atomic_folder.read_manifest(folder).get("files", {}).items()}
-    for name, size in (sizes or {atomic_folder.MANIFEST: None}).items():
+    sizes = {name: entry["size"] for name, entry in verify_hashes.read_manifest(folder).get("files", {}).items()}
+    for name, size in (sizes or {verify_hashes.MANIFEST: None}).items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
     return folder

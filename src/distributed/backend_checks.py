@@ -12,8 +12,8 @@ import xxhash
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
+from src.distributed.running_statistics import persistent_buffers
 from src.distributed.sharded_tensors import plain_name
-from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
 
 if TYPE_CHECKING:

@@ -17,15 +17,12 @@ from src.config.addons import load_addon
 from src.config.schema import RunConfig
 from src.distributed import backend_checks, optimizer_state
 from src.distributed.host_group import HostGroup
+from src.distributed.running_statistics import StepBuffers
 from src.distributed.sharded_tensors import is_partial, plain_name
-from src.distributed.step_buffers import StepBuffers
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-ALIGNMENT = 64  # bytes, of memory that torch allocates on a CPU
 
 
 def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
@@ -42,14 +39,6 @@ def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
     backend = chosen(accelerator, cfg)
     backend_checks.check_settings(backend, cfg)
     return backend
-
-
-def align(model: torch.nn.Module) -> None:
-    """Copy weights that begin where torch would not put them, as in a memory-mapped file: kernels of a CPU round
-    differently there, so a resumed run would leave the undisturbed one in the last place."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.data_ptr() % ALIGNMENT:
-            tensor.data = tensor.data.clone()
 
 
 class Backend:
@@ -88,7 +77,7 @@ class Backend:
         """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
         model = task.build_model(weights)
         if self.accelerator.device.type == "cpu":
-            align(model)
+            private_apis.copy_mapped_weights(model)
         return model
 
     def prepare(
@@ -162,6 +151,21 @@ class Backend:
         else:
             with self.accelerator.no_sync(module):
                 yield
+
+    def as_after_a_step(self, compute: Callable) -> Callable:
+        """Return `compute`, which computes the gradient of a step, for a process that resumes a run.
+
+        DDP orders its buckets anew after the first backward pass of a process, and how three ranks or more round a sum
+        depends on that order. So the first gradient is computed twice, to sum each as the undisturbed run has."""
+
+        def compute_first_twice(backend: Any, module: torch.nn.Module, batch: list, total_weight: float) -> Any:
+            if self.is_first_step:
+                with self.buffers.unchanged():
+                    compute(backend, module, batch, total_weight)
+                module.zero_grad(set_to_none=True)
+            return compute(backend, module, batch, total_weight)
+
+        return compute_first_twice if self.accelerator.num_processes > 2 and not self.is_sharded else compute
 
     def backward(self, module: torch.nn.Module, loss: torch.Tensor, micro: Any) -> None:
         """Run the backward pass of an already scaled loss of `micro`; its gradient is added to `.grad`.

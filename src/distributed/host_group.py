@@ -50,6 +50,18 @@ class HostGroup:
         last_sum = time.monotonic()
         return vector / self.ranks_per_batch if self.ranks_per_batch > 1 else vector
 
+    def sum_in_order(self, values: Sequence[float]) -> torch.Tensor:
+        """Return `values` summed like `sum`, but added in the order of ranks.
+
+        How an all-reduce over three ranks or more rounds a number depends on its place in the vector. This does not, so
+        use it for numbers that are not whole, in vectors of any length. Every rank gets the vectors of all."""
+        vector = torch.as_tensor(values, dtype=torch.float64)
+        if self.is_single:
+            return vector
+        by_rank = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, vector, group=self.group)
+        return sum(by_rank[1:], by_rank[0]) / self.ranks_per_batch
+
     def union(self, names: set[str]) -> list[str]:
         """Return the names of all ranks, sorted. Collective."""
         by_rank = [names]

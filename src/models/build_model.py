@@ -15,7 +15,7 @@ from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
 from src.models import varlen_attention
-from src.models.load_config import model_folder
+from src.models.config_and_tokenizer import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

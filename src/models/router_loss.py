@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError
+from src.models.config_and_tokenizer import config_value, text_config
 from src.models.cross_entropy import at_least_float32
-from src.models.load_config import config_value, text_config
 from src.models.model_checks import LENGTH, probing
 
 TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")

@@ -18,14 +18,14 @@ from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.init_accelerator import num_nodes
-from src.storage import atomic_folder, hub
+from src.storage import atomic_folder, hub, jsonl
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
 def write_environment(folder: Path, backend: Backend, cfg: RunConfig, unit: str, step: int) -> None:
     """Write environment.json, with a list of all starts of this run."""
-    starts = atomic_folder.read_json(folder / "environment.json").get("starts", []) if step else []
+    starts = jsonl.read_json(folder / "environment.json").get("starts", []) if step else []
     # git tracks train.py, or it has found another repository in a parent folder.
     commit = _git("rev-parse", "HEAD").strip() if _git("ls-files", "train.py") else ""
     values = {

@@ -21,7 +21,7 @@ from src.config.paths import REPOSITORY
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime.exit_codes import on_exit
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl
 
 TIMEOUT = 10.0  # seconds that the first step waits for trackers to start, and the end of a process for them to close
 FILE = "trackers.json"  # in the run folder: the run id for wandb
@@ -93,7 +93,7 @@ class Trackers:
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
     """Return the options of each tracker. A resumed run keeps its run id; wandb's environment variables win."""
     folder, env = Path(cfg.output_dir).resolve(), os.environ
-    previous = atomic_folder.read_json(folder / FILE).get("run_id") if step else None
+    previous = jsonl.read_json(folder / FILE).get("run_id") if step else None
     run_id = env.get("WANDB_RUN_ID") or previous or uuid.uuid4().hex
     atomic_folder.rewrite(folder / FILE, json.dumps({"run_id": run_id}))
     env.setdefault("WANDB_SILENT", "true")

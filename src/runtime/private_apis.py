@@ -43,7 +43,7 @@ def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor |
 
 
 def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target in one kernel for all. Test: tests/training/test_step_buffers.py."""
+    """Copy each source into its target in one kernel for all. Test: tests/training/test_running_statistics.py."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -126,6 +126,17 @@ def attention_kernel(config: Any) -> str | None:
 def save_on_every_rank(model: torch.nn.Module) -> None:
     """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2.py."""
     model.should_save_on_this_rank = lambda is_main_process: True
+
+
+def copy_mapped_weights(model: torch.nn.Module) -> None:
+    """Copy weights that begin where torch would not put them: `from_pretrained` maps its files into memory.
+
+    Kernels of a CPU round differently there, so a resumed run would leave the undisturbed one in the last place.
+    Test: tests/checkpointing/test_resume.py."""
+    alignment = 64  # bytes, of memory that torch allocates on a CPU
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % alignment:
+            tensor.data = tensor.data.clone()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, warn
 from src.config.redact import redact
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl
 
 EXIT_STOPPED = 75
 
@@ -33,7 +33,7 @@ def write_status(
 
 def read_status(folder: Path) -> dict:
     """Return the contents of status.json, or {} if the file is missing or unreadable."""
-    return atomic_folder.read_json(folder / "status.json")
+    return jsonl.read_json(folder / "status.json")
 
 
 def newest_run(parent: Path) -> Path | None:

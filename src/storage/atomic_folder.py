@@ -1,10 +1,8 @@
-"""Atomic folders: write beside the target, fsync, hash, rename, verify.
+"""Atomic folders and files: write beside the target, fsync, hash, rename.
 
 Tests: tests/storage/test_atomic_folder.py. This file does not depend on the contents of the files.
 """
 
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -12,13 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
-from src.config.errors import one_line
-
-MANIFEST = "manifest.json"
-
-# ---- write -----------------------------------------------------------------------------------------------------------
+from src.storage.verify_hashes import MANIFEST, manifest_text
 
 
 def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> None:
@@ -74,9 +66,7 @@ def _write_manifest(folder: Path, entries: dict[str, dict], metadata: dict) -> N
     """Hash the files that are not in `entries`, write the manifest, and fsync everything."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     _follow_umask(list(files.values()), folder)
-    all_entries = {name: entries.get(name) or hash_file(path) for name, path in files.items()}
-    body = {"hash": "xxh3_128", "about": metadata, "files": all_entries}
-    (folder / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
+    (folder / MANIFEST).write_text(manifest_text(files, entries, metadata))
     for path in [path for name, path in files.items() if name not in entries]:
         fsync(path)
     fsync(folder / MANIFEST)
@@ -115,69 +105,3 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- read ------------------------------------------------------------------------------------------------------------
-
-
-def verify(folder: Path) -> list[str]:
-    """Return one error for each file in `folder` that differs from its manifest. Read every byte.
-
-    Allow files that the manifest does not list, except safetensors, which might be read instead of listed ones."""
-    try:
-        body = json.loads((folder / MANIFEST).read_bytes())
-        stated = body.pop("manifest")
-        if stated != _digest(body):
-            return [f"{MANIFEST}: its hash is not the recorded one"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be read: {one_line(error, 200)}"]
-    errors = [_file_error(folder, name, entry) for name, entry in body["files"].items()]
-    extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
-    return [error for error in errors if error] + [f"{name} is not listed in {MANIFEST}: remove it" for name in extra]
-
-
-def _file_error(folder: Path, name: str, entry: dict) -> str | None:
-    path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or (path.exists() and not path.is_file()):
-        return f"{name} is not a file of this folder"
-    try:
-        size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{name} has {size:,} bytes, {entry['size']:,} were written"
-        return None if hash_file(path) == entry else f"{name}: its hash is not the one in {MANIFEST}"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-
-
-def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a folder without verifying it, or {} if there is no readable manifest."""
-    return read_json(folder / MANIFEST)
-
-
-def read_json(file: Path) -> dict:
-    """Return the JSON object in a file, or {} if there is none: no such file, not readable, or another value."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def read_metadata(folder: Path) -> dict:
-    """Return the metadata that `publish` recorded in the manifest of a folder, or {} if there is none."""
-    return read_manifest(folder).get("about", {})
-
-
-def hash_file(path: Path) -> dict:
-    """Return the manifest entry of a file: size and hash. The hash detects damage, not tampering."""
-    with open(path, "rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128)
-        return {"size": file.tell(), "xxh3_128": digest.hexdigest()}
-
-
-def _digest(body: dict) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

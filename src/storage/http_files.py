@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl
 from src.storage.cache_folder import SharedWork
 from src.storage.hub import fetch_once, is_offline, reuse
 
@@ -33,7 +33,7 @@ RECORD = "fetched.json"  # written last: a download without it is incomplete
 def server_version(file: str) -> list | None:
     """Return the version of a downloaded file: [hash of the URL, size, ETag or time]. Return None for other files."""
     folder = Path(file).parent
-    if folder.parent.name != "downloads" or not (record := atomic_folder.read_json(folder / RECORD)):
+    if folder.parent.name != "downloads" or not (record := jsonl.read_json(folder / RECORD)):
         return None
     return [folder.name, record["bytes"], record["etag"] or record["modified"] or os.stat(file).st_mtime_ns]
 
@@ -53,7 +53,7 @@ def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
 
 def _fetch(url: str, field: str, folder: Path) -> dict:
     """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
-    record, failure = atomic_folder.read_json(folder / RECORD), OSError("HF_HUB_OFFLINE is set")
+    record, failure = jsonl.read_json(folder / RECORD), OSError("HF_HUB_OFFLINE is set")
     copy = folder / record.get("file", "")
     record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else {}
     for failures in range(0 if is_offline() else TRIES):

@@ -14,8 +14,9 @@ from typing import Any
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate, not_found_locally
-from src.storage.atomic_folder import read_json, rewrite
+from src.storage.atomic_folder import rewrite
 from src.storage.cache_folder import SharedWork
+from src.storage.jsonl import read_json
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has

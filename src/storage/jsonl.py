@@ -1,4 +1,4 @@
-"""Strict JSON Lines files: append whole lines, read intact lines, truncate after a step.
+"""Strict JSON and JSON Lines files: read objects, append whole lines, read intact lines, truncate after a step.
 
 Tests: tests/storage/test_jsonl.py.
 """
@@ -21,6 +21,15 @@ def strict_json(value):
     if isinstance(value, list | tuple):
         return [strict_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(file: Path) -> dict:
+    """Return the JSON object in a file, or {} if there is none: no such file, not readable, or another value."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class JsonlWriter:

@@ -21,9 +21,14 @@ from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
+from src.models.config_and_tokenizer import (
+    check_fit,
+    load_config,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    vocabulary_size,
+)
 from src.models.cross_entropy import CrossEntropy
-from src.models.load_config import check_fit, load_config, vocabulary_size
-from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
 from src.models.varlen_attention import takes_lengths

@@ -14,7 +14,7 @@ from src.config.fields import max_length_option, option
 from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.load_tokenizer import load_text_encoder
+from src.models.config_and_tokenizer import load_text_encoder
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
 from src.tasks import base

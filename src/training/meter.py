@@ -110,21 +110,21 @@ class Meter:
         self.began += time.perf_counter() - began
 
     def _reduce(self, hosts: HostGroup) -> None:
-        """Sum the pending values over all ranks; costs one wait for the device and one small all-reduce.
+        """Sum the pending values over all ranks; costs one wait for the device and one small collective.
 
         A name costs two more collectives when it first appears on any rank, because all ranks must learn it."""
         if not self.pending:
             return
         names = list(self.values)
         new = {name for entry in self.pending for name in entry} - set(names)
-        count, *sums = hosts.sum([len(new), *self._table(names)]).tolist()
+        count, *sums = hosts.sum_in_order([len(new), *self._table(names)]).tolist()
         for i, name in enumerate(names):
             self.values[name] += sums[i :: len(names)]
         if count:
             names = hosts.union(new)
             if reserved := [name for name in names if name in LINE]:
                 raise UsageError(f"the task returns a sum named {reserved[0]!r}, a field of the train line: rename it")
-            sums = hosts.sum(self._table(names)).tolist()
+            sums = hosts.sum_in_order(self._table(names)).tolist()
             self.values |= {name: sums[i :: len(names)] for i, name in enumerate(names)}
         self.pending = []
 

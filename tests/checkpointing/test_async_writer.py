@@ -12,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 import train
-from src.checkpointing import async_writer, checkpoint_folder, checkpointer, model_folder, tensor_files
+from src.checkpointing import async_writer, checkpoint_folder, checkpointer, model_folder
 from src.config.errors import is_disk_error
 from src.config.parsing import RunConfig
 from src.storage import atomic_folder
@@ -178,8 +178,8 @@ def _slow(argv, held: int, released: int, mutant: bool = False):
     train.optimizer_step, atomic_folder.publish = counted, slow
     if mutant:
         takes = iter([lambda self, tensors: tensors])  # only the first save: training does not wait for the others
-        copy = tensor_files.HostCopy.take
-        tensor_files.HostCopy.take = lambda *given: next(takes, copy)(*given)
+        copy = async_writer.HostCopy.take
+        async_writer.HostCopy.take = lambda *given: next(takes, copy)(*given)
     train.main([str(word) for word in argv])
     return seen
 

@@ -8,7 +8,7 @@ import torch
 
 import train
 from src.checkpointing import checkpoint_folder
-from src.checkpointing.tensor_files import HostCopy
+from src.checkpointing.async_writer import HostCopy
 from tests.checkpointing import recipe
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step

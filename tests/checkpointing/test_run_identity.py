@@ -23,13 +23,15 @@ VALIDATION = {"validation.examples": 83, "validation.rows": "one"}
 KNOWN = {"data.examples": 83, "data.rows": "one", "mixed_precision": "no", "processes": 1, "model.n_embd": 16}
 
 
-def check(folder: Path, cfg: RunConfig, options=None, was=None, was_options=None, known=KNOWN, then=KNOWN) -> list[str]:
+def check(
+    folder: Path, cfg: RunConfig, options=None, was=None, was_options=None, known=KNOWN, then=KNOWN, evaluated=0
+) -> list[str]:
     """Return the remarks on a run that resumes from step 8 of one with the configuration `was` and the identity `then`."""
     options = options or OPTIONS[cfg.task]()()
     config = yaml.safe_load(to_yaml(was or cfg, was_options or options))
     checkpoint = folder / "run" / "checkpoints" / "step_00000008"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    state = {"config": config, "identity": then, "progress": {"updates": 8, "evaluated": 0}}
+    state = {"config": config, "identity": then, "progress": {"updates": 8, "evaluated": evaluated}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return run_identity.check_same_run(checkpoint, cfg, options, known)
 

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from src.checkpointing import async_writer
-from src.checkpointing.async_writer import collect_shards, write_shard
-from src.checkpointing.tensor_files import TensorReader
+from src.checkpointing.tensor_files import TensorReader, collect_shards, write_shard
 from src.config.errors import DiskError, Failure, UsageError
 from src.distributed.host_group import HostGroup
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from tests.helpers import kit
 
 # ---- many writers ------------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def test_shards_are_collected_when_complete(tmp_path):
     threading.Timer(0.5, seen.set).start()
     hashes = collect_shards(parts, 2, folder)
     assert (folder / "part").read_bytes() == b"1" * 1000 + b"2" * 1000
-    assert hashes == {"part": atomic_folder.hash_file(folder / "part")}
+    assert hashes == {"part": verify_hashes.hash_file(folder / "part")}
     assert not parts.exists()
 
 

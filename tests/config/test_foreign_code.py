@@ -13,7 +13,7 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.schema import RunConfig
-from src.storage import atomic_folder
+from src.storage import atomic_folder, verify_hashes
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 
@@ -75,13 +75,13 @@ def claim(checkpoint: Path, **fields) -> Path:
 
     def write(folder):
         shutil.copytree(kept, folder, dirs_exist_ok=True)
-        (folder / atomic_folder.MANIFEST).unlink()
+        (folder / verify_hashes.MANIFEST).unlink()
         state = json.loads((folder / "state.json").read_text())
         state["config"] |= fields
         (folder / "state.json").write_text(json.dumps(state))
 
     atomic_folder.publish(checkpoint, write, step=3)
-    assert atomic_folder.verify(checkpoint) == []
+    assert verify_hashes.verify(checkpoint) == []
     return checkpoint
 
 
@@ -133,7 +133,7 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert codes == [0], texts
     assert json.loads((moved / "eval.json").read_text()) == trained.kind("eval")[-1]
     assert not (tmp_path / "outside").exists()  # the link is replaced, not followed
-    assert atomic_folder.verify(moved) == []
+    assert verify_hashes.verify(moved) == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])

@@ -19,7 +19,7 @@ from src.config.schema import RunConfig
 from src.distributed import stop_signals
 from src.distributed.init_accelerator import init_accelerator
 from src.runtime import run_status
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
@@ -205,7 +205,7 @@ def test_files_save_and_stop(tiny, straight, tmp_path):
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
     saved = kit.until(lambda: checkpoint_folder.newest_intact(folder))
-    assert atomic_folder.verify(saved) == []
+    assert verify_hashes.verify(saved) == []
     kit.until(lambda: kit.last_step(folder) > checkpoint_folder.step_of(saved) + 1)  # training continues
     (folder / "stop").touch()
     assert check_stopped(ranks, folder) > checkpoint_folder.step_of(saved)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from src.checkpointing import checkpoint_folder
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from tests.helpers import kit
 
 
@@ -72,7 +72,7 @@ def at_step(run: kit.Run | Path, number: int) -> Path:
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run; all must be intact, with nothing half-written anywhere."""
     found = checkpoint_folder.list_checkpoints(folder)
-    assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
+    assert [verify_hashes.verify(path) for path in found] == [[]] * len(found)
     assert not [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".parts", ".old")]
     return [checkpoint_folder.step_of(path) for path in found]
 

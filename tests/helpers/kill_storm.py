@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from tests.helpers import kit
 
 
@@ -58,7 +58,7 @@ def differences(straight: Path, killed: Path) -> list[str]:
     for name, other in (("the plan", None), ("the undisturbed run", straight)):
         if step := kit.first_other_step(killed, other):
             found.append(f"the examples of step {step} are not those of {name}")
-    return found + [f"final: {error}" for error in atomic_folder.verify(killed / "final")]
+    return found + [f"final: {error}" for error in verify_hashes.verify(killed / "final")]
 
 
 def moment(rng: random.Random, last: int, kills_left: int, total: int) -> tuple[float, float]:

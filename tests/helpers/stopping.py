@@ -8,7 +8,7 @@ import pytest
 import train
 from src.checkpointing import checkpoint_folder
 from src.runtime import run_status
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from tests.helpers import kit
 
 MAX_STEPS = 100
@@ -65,7 +65,7 @@ def check_saved(folder: Path) -> int:
     """Assert that the run has stopped and that every logged step is saved; return the step."""
     newest = checkpoint_folder.newest_intact(folder)
     assert newest
-    assert atomic_folder.verify(newest) == []
+    assert verify_hashes.verify(newest) == []
     step = checkpoint_folder.step_of(newest)
     assert step == kit.last_step(folder)
     status = run_status.read_status(folder)

@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.load_config import check_fit, load_config
-from src.models.load_tokenizer import load_tokenizer
+from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer
 from tests.helpers import kit
 
 LM, CLASSIFIER = AutoModelForCausalLM, AutoModelForSequenceClassification

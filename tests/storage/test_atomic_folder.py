@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing.async_writer import collect_shards, write_shard
-from src.storage import atomic_folder
+from src.checkpointing.tensor_files import collect_shards, write_shard
+from src.storage import atomic_folder, verify_hashes
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
 NAMES = {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
@@ -111,7 +111,7 @@ def test_end_at_or_after_the_renames_loses_nothing(folder):
     assert files(folder) == before
     assert sorted(path.name for path in folder.parent.iterdir()) == [".cache.tmp", ".env.old", "step"]
     assert in_a_child(publish_until, folder, "fsync 7", die)
-    assert atomic_folder.verify(folder) == []
+    assert verify_hashes.verify(folder) == []
     assert files(folder) != before  # the new contents
 
 
@@ -192,36 +192,36 @@ def test_flipped_bit_is_found_anywhere(folder, name):
         data = bytearray(original)
         data[place] ^= 1 << place % 8
         path.write_bytes(data)
-        [error] = atomic_folder.verify(folder)
+        [error] = verify_hashes.verify(folder)
         assert error.startswith(name)
     path.write_bytes(original)
-    assert atomic_folder.verify(folder) == []
+    assert verify_hashes.verify(folder) == []
 
 
 def test_mutant_manifest_without_its_own_hash_is_caught(folder, monkeypatch):
     manifest = folder / "manifest.json"
-    stated = atomic_folder.read_manifest(folder)["manifest"]
+    stated = verify_hashes.read_manifest(folder)["manifest"]
     manifest.write_text(manifest.read_text().replace('"step": 7', '"step": 8'))
-    assert atomic_folder.verify(folder) != []
-    monkeypatch.setattr(atomic_folder, "_digest", lambda body: stated)
-    assert atomic_folder.verify(folder) == []
+    assert verify_hashes.verify(folder) != []
+    monkeypatch.setattr(verify_hashes, "_digest", lambda body: stated)
+    assert verify_hashes.verify(folder) == []
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"manifest": 1}', "\0" * 900, "[" * 100_000, "\xff\xfe"])
 def test_any_text_in_a_manifest_is_an_error_and_no_crash(folder, text):
     (folder / "manifest.json").write_text(text, encoding="latin-1")
-    [error] = atomic_folder.verify(folder)
+    [error] = verify_hashes.verify(folder)
     assert error.startswith("manifest.json")
-    assert atomic_folder.read_metadata(folder) == {}
+    assert verify_hashes.read_metadata(folder) == {}
 
 
 def test_extra_tensors_are_an_error_and_other_files_are_not(folder):
     """A model.safetensors beside the shards of another step would be read in their place."""
-    assert atomic_folder.read_metadata(folder) == {"step": 7}
+    assert verify_hashes.read_metadata(folder) == {"step": 7}
     (folder / "notes.txt").write_text("mine")
-    assert atomic_folder.verify(folder) == []
+    assert verify_hashes.verify(folder) == []
     (folder / "extra.safetensors").write_bytes(b"")
-    [error] = atomic_folder.verify(folder)
+    [error] = verify_hashes.verify(folder)
     assert error.startswith("extra.safetensors ")
 
 
@@ -231,11 +231,11 @@ def test_manifest_that_names_no_file_of_its_folder(folder, tmp_path, name):
     (tmp_path / "outside").write_bytes(b"")
     os.mkfifo(folder / "pipe")
     name = name.format(absolute=tmp_path / "outside")
-    body = atomic_folder.read_manifest(folder)
+    body = verify_hashes.read_manifest(folder)
     del body["manifest"]
-    body["files"][name] = atomic_folder.hash_file(tmp_path / "outside") | {"size": (folder / name).stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps(body | {"manifest": atomic_folder._digest(body)}))
-    assert atomic_folder.verify(folder) == [f"{name} is not a file of this folder"]
+    body["files"][name] = verify_hashes.hash_file(tmp_path / "outside") | {"size": (folder / name).stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(body | {"manifest": verify_hashes._digest(body)}))
+    assert verify_hashes.verify(folder) == [f"{name} is not a file of this folder"]
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640)])
@@ -261,7 +261,7 @@ def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step").iterdir()}
     assert len(modes) == 4
     assert set(modes.values()) == {mode}
-    assert atomic_folder.verify(tmp_path / "step") == []
+    assert verify_hashes.verify(tmp_path / "step") == []
 
 
 # ---- rewrite ----------------------------------------------------------------------------------------------------------

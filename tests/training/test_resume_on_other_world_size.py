@@ -6,8 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 
 from src.data import data_loader
+from src.distributed.backends import Backend
+from src.distributed.host_group import HostGroup
 from src.tasks import causal_lm
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
@@ -49,6 +53,42 @@ def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
     assert_same(kit.run_training(4, folder, *flags), whole)
     assert "step_00000010" in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert len(kit.ledger_text(folder).splitlines()) == 1 + STEPS
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_three_ranks_resume_bitwise(tiny, tmp_path, monkeypatch, mutant):
+    """Three ranks round a sum by its place in DDP's buckets, which change after the first step of a process.
+
+    Mutant: a resumed process computes its first gradient once."""
+    if mutant:
+        monkeypatch.setattr(Backend, "as_after_a_step", lambda backend, compute: compute)
+    flags, saving = recipe(tiny, dtype="float64", logging_steps=3, save_steps=100), ("--save_steps", "1")
+    whole = kit.run_training(3, tmp_path / "whole", *flags)
+    for step in (7, 19):
+        train_until_killed(step, 3, tmp_path / "run", *flags, *saving)
+    run = kit.run_training(3, tmp_path / "run", *flags, *saving)
+    assert "step_00000018" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert kit.same(run.weights, whole.weights) != mutant
+    assert mutant or kit.timeless(run.folder) == kit.timeless(whole.folder)
+
+
+def _sums_alone_and_together() -> list[int]:
+    """Return how many of 200 numbers have another sum over all ranks alone than in one vector, by both ways to sum."""
+    hosts = HostGroup(Accelerator(cpu=True), timeout=60)
+    assert dist.get_world_size() == 3
+    values = np.random.default_rng(dist.get_rank()).random(200).tolist()
+    differing = []
+    for add in (hosts.sum_in_order, hosts.sum):
+        together = add(values).tolist()
+        differing.append(sum(add([value]).item() != whole for value, whole in zip(values, together, strict=True)))
+    return differing
+
+
+def test_losses_are_summed_alike_in_vectors_of_any_length(tmp_path):
+    """A save sums the losses since the last line, so the vector of the next line is shorter. Mutant: an all-reduce."""
+    for in_order, reduced in kit.spawn(3, _sums_alone_and_together, out=tmp_path):
+        assert in_order == 0
+        assert reduced > 0
 
 
 def test_killed_at_the_end_of_an_epoch(tiny, whole, tmp_path):

@@ -118,7 +118,7 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, tmp_path,
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank; return (steps, gradient reductions per bucket, sizes of the vectors summed on the host)."""
     reductions, vectors, steps = [], [], []
-    update, call = train.optimizer_step, HostGroup.sum
+    update, call, in_order = train.optimizer_step, HostGroup.sum, HostGroup.sum_in_order
 
     def hooked(backend, module, optimizer):
         def hook(state, bucket):
@@ -133,6 +133,7 @@ def _count_reductions(argv, no_sync: bool):
     kit.after_prepare(hooked)
     train.optimizer_step = lambda *args: (steps.append(1), update(*args))[1]
     HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    HostGroup.sum_in_order = lambda self, values: (vectors.append(len(values)), in_order(self, values))[1]
     train.main([str(word) for word in argv])
     return len(steps), len(reductions) / len(set(reductions)), vectors
 

@@ -17,13 +17,12 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, score_tokens
-from src.models.load_config import check_fit, pretrained_config, vocabulary_size
-from src.models.load_tokenizer import load_tokenizer
+from src.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.runtime import private_apis
 from src.storage import hub
-from src.storage.atomic_folder import hash_file
 from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.verify_hashes import hash_file
 from src.tasks import causal_lm
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from src.config.errors import warn
 from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.models.config_and_tokenizer import load_config
 from src.models.cross_entropy import (
     ClassCrossEntropy,
     at_least_float32,
@@ -25,7 +26,6 @@ from src.models.cross_entropy import (
     r_drop_sums,
     twice,
 )
-from src.models.load_config import load_config
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch

@@ -14,7 +14,7 @@ import torch
 from addons.tasks.image_classification.decoding import MODES
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.models.load_config import model_folder
+from src.models.config_and_tokenizer import model_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

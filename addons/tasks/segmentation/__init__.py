@@ -23,8 +23,8 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model, build_plain_model, saved_config
 from src.models.chunked_cross_entropy import sums_from_logits
+from src.models.config_and_tokenizer import load_config
 from src.models.cross_entropy import ClassCrossEntropy, at_least_float32, class_weights_of
-from src.models.load_config import load_config
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import labels_of_model, require_columns, set_labels

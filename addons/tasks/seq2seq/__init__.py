@@ -18,9 +18,8 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_scored
+from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from src.models.cross_entropy import CrossEntropy
-from src.models.load_config import check_fit, load_config
-from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
 from src.tasks import base

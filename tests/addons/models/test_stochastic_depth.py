@@ -8,7 +8,7 @@ import torch
 from addons.models import stochastic_depth
 from src.config import parsing
 from src.config.errors import UsageError
-from src.models.load_config import load_config
+from src.models.config_and_tokenizer import load_config
 from src.tasks import OPTIONS
 from tests.addons.techniques.test_channels_last import CONVNEXT, fields
 from tests.helpers import kit

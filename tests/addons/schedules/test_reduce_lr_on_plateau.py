@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.checkpointing.test_run_identity import check, refusal, run_of
+from src.config.schema import RunConfig
+from tests.checkpointing.test_run_identity import check, refusal
 from tests.helpers import kit
 
 
@@ -55,8 +56,12 @@ def test_plateau_after_a_resume(plateau, tmp_path):
 # ---- resume ------------------------------------------------------------------------------------------------------------
 
 
+def run_of(**fields) -> RunConfig:
+    return RunConfig(output_dir="run", lr_scheduler_type="reduce_lr_on_plateau", warmup_steps=3, **fields)
+
+
 def test_plateau_may_be_extended_unless_its_last_evaluation_was_an_extra_one(tmp_path):
-    was, now = (run_of("reduce_lr_on_plateau", max_steps=steps, eval_steps=5) for steps in (12, 30))
+    was, now = (run_of(max_steps=steps, eval_steps=5) for steps in (12, 30))
     for evaluated in (0, 10):  # resumed before the end
         assert check(tmp_path, now, was=was, evaluated=evaluated) == ["changed since step_00000008: max_steps: 12 → 30"]
     assert "(max_steps: 12 → 30)" in refusal(tmp_path, now, was=was, evaluated=12)
@@ -66,7 +71,7 @@ def test_plateau_may_be_extended_unless_its_last_evaluation_was_an_extra_one(tmp
     "field, value", [("eval_steps", 3), ("metric_for_best_model", "accuracy"), ("greater_is_better", True)]
 )
 def test_what_decides_the_rate_of_plateau_may_not_change(tmp_path, field, value):
-    was = run_of("reduce_lr_on_plateau", max_steps=12, eval_steps=5)
+    was = run_of(max_steps=12, eval_steps=5)
     now = dataclasses.replace(was, **{field: value})
     assert f"({field}: {getattr(was, field)} → {value})" in refusal(tmp_path, now, was=was)
     was = dataclasses.replace(was, lr_scheduler_type="constant")

@@ -10,8 +10,8 @@ import torch
 from addons.techniques.ema import EMA
 from addons.techniques.lookahead import Lookahead
 from addons.techniques.swa import SWA
+from src.distributed.running_statistics import StepBuffers
 from src.distributed.sharded_tensors import local_part
-from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
 from src.training.train_state import Run, TrainState
 from tests.helpers import batch_norm, kit, technique_runs

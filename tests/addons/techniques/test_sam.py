@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
-from src.distributed.step_buffers import StepBuffers
+from src.distributed.running_statistics import StepBuffers
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe

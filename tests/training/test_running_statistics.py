@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from src.distributed import backend_checks
-from src.distributed.step_buffers import StepBuffers
+from src.distributed.running_statistics import StepBuffers
 from src.tasks import text_classification
 from tests.helpers import batch_norm, kit
 

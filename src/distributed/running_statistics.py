@@ -1,6 +1,6 @@
 """Buffers that training changes (running statistics): their mean over the micro-batches of a step, on all ranks.
 
-Tests: tests/training/test_step_buffers.py.
+Tests: tests/training/test_running_statistics.py.
 """
 
 from collections.abc import Iterator
