@@ -12,7 +12,7 @@ from src.checkpointing.locate_weights import init_weights
 from src.config.errors import UsageError
 from src.config.parsing import RunConfig
 from src.distributed.backends import make_backend
-from src.storage import atomic_folder
+from src.storage import verify_hashes
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import DAMAGE, find, identity_of
 from tests.checkpointing.test_format import FILES
@@ -71,7 +71,7 @@ def test_every_damage_to_every_file_is_found(tiny, known, interrupted):
 
 
 def test_mutant_that_does_not_verify_misses_every_damage(tiny, known, interrupted, monkeypatch):
-    monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
+    monkeypatch.setattr(verify_hashes, "verify", lambda folder: [])
     missed = not_found(interrupted(), recipe.flags(tiny), known)
     assert len(missed) == len(FILES) * len(DAMAGE)
     assert "model.safetensors middle bit flipped" in missed
@@ -84,7 +84,7 @@ def test_fallback_to_the_older_checkpoint_is_bitwise_exact(tiny, straight, inter
     path = at_step(folder, 8) / "model.safetensors"
     recipe.flip(path, 8 * (path.stat().st_size - 1) + 6)  # an exponent bit of the last weight
     if mutant:
-        monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
+        monkeypatch.setattr(verify_hashes, "verify", lambda folder: [])
     run = kit.run_training(world, folder, *recipe.flags(tiny))
     assert recipe.same_run(run, straight[world]) == (not mutant)
     assert kit.same(run.weights, straight[world].weights) == (not mutant)
