@@ -101,6 +101,28 @@ def test_readme_and_agents_md_are_short_and_name_what_exists():
     assert [path for path in paths if not (kit.REPOSITORY / path).exists()] == []
 
 
+def test_commands_of_all_pages_name_what_exists():
+    """Targets of make, programs, run files, and the flags of train.py and eval.py, in code of every page."""
+    pages = [
+        *kit.REPOSITORY.glob("*.md"),
+        *kit.REPOSITORY.glob("docs/*.md"),
+        kit.REPOSITORY / "benchmarks" / "README.md",
+    ]
+    text = "\n".join(page.read_text() for page in pages)
+    code = "\n".join(re.findall(r"```bash\n(.*?)```|`([^`\n]+)`", text, re.S) and re.findall(r"`+([^`]+)`+", text))
+    targets = re.findall(r"^  ([a-z-]+)", shell("make"), re.M)
+    assert set(re.findall(r"^make ([a-z-]+)", code, re.M)) <= set(targets)
+    files = re.findall(r"(?:accelerate_configs|configs|benchmarks|slurm)/[\w/]+\.(?:yaml|py|sbatch)", code)
+    own = {"configs/yours.yaml", "configs/x.yaml", "configs/X.yaml"}
+    assert len(files) > 20
+    assert [file for file in {*files} - own if not (kit.REPOSITORY / file).exists()] == []
+    schema = json.loads((kit.REPOSITORY / "configs" / "schema.json").read_text())
+    fields = {*schema["properties"], "config", "checkpoint", "help", "schema"}
+    flags = {flag for line in re.findall(r"(?:train|eval)\.py (--.*)", code) for flag in re.findall(r"--(\w+)", line)}
+    assert len(flags) > 5
+    assert flags <= fields
+
+
 def test_links_between_documents():
     for page in [*kit.REPOSITORY.glob("*.md"), *(kit.REPOSITORY / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
