@@ -70,7 +70,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
     gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
-    gradient = backend.as_after_a_step(gradient) if start.checkpoint else gradient
+    gradient = backend.as_after_a_step(gradient)  # the first one of a resumed DDP run is computed twice
     score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()

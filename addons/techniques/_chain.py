@@ -106,7 +106,8 @@ class TechniqueChain(Techniques):
 
         def innermost(batch: StepBatch, total_weight: float) -> StepLosses:
             replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
-            return (replaced or compute)(backend, module, batch, total_weight)
+            used = backend.as_after_a_step(replaced) if replaced else compute
+            return used(backend, module, batch, total_weight)
 
         inner = innermost
         for technique in reversed(self.techniques.values()):

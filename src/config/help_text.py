@@ -6,6 +6,7 @@ Tests: tests/config/test_config.py, tests/config/test_schema.py.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -46,6 +47,7 @@ def show_quickly(argv: list[str]) -> None:
     tasks += [word for before, word in pairwise(words) if before == "--task"]
     task = tasks[-1] if tasks else core["task"]["default"]
     if task in options:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
         print(format_help(task, core, options[task], OWN_FLAGS[program], asks_for_all(words)))
         sys.exit(0)
 

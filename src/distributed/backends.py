@@ -56,6 +56,7 @@ class Backend:
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.is_first_step = True  # of this process, until its last backward pass
+        self.had_gradients = False  # whether the run had some before this process; checkpointing/resume.py sets it
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
         self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
@@ -153,13 +154,13 @@ class Backend:
                 yield
 
     def as_after_a_step(self, compute: Callable) -> Callable:
-        """Return `compute`, which computes the gradient of a step, for a process that resumes a run.
+        """Return `compute`, which computes the gradient of a step, so that a resumed run sums as the undisturbed one.
 
         DDP orders its buckets anew after the first backward pass of a process, and how three ranks or more round a sum
-        depends on that order. So the first gradient is computed twice, to sum each as the undisturbed run has."""
+        depends on that order. So a process that resumes computes its first gradient twice."""
 
         def compute_first_twice(backend: Any, module: torch.nn.Module, batch: list, total_weight: float) -> Any:
-            if self.is_first_step:
+            if self.is_first_step and self.had_gradients:
                 with self.buffers.unchanged():
                     compute(backend, module, batch, total_weight)
                 module.zero_grad(set_to_none=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from src.data import data_loader
+from src.data.row_order import example_ids
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 from src.tasks import causal_lm
@@ -55,21 +56,34 @@ def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
     assert len(kit.ledger_text(folder).splitlines()) == 1 + STEPS
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_three_ranks_resume_bitwise(tiny, tmp_path, monkeypatch, mutant):
-    """Three ranks round a sum by its place in DDP's buckets, which change after the first step of a process.
+@pytest.fixture(scope="module")
+def begins_without_targets(tiny, tmp_path_factory) -> dict:
+    """Rows of which the first step of an epoch gets those of one token, which have no target."""
+    folder = tmp_path_factory.mktemp("rows")
+    ids = set(example_ids(0, 8, 83, 42, 0).tolist())
+    rows = [{"input_ids": [1] if i in ids else list(range(2, 12 + i % 9))} for i in range(83)]
+    return tiny | {"train_file": kit.write_jsonl(folder / "rows.jsonl", rows)}
+
+
+@pytest.mark.parametrize("case", ["", "mutant", "hard_examples", "no targets before"])
+def test_three_ranks_resume_bitwise(tiny, begins_without_targets, tmp_path, monkeypatch, case):
+    """Three ranks round a sum by its place in DDP's buckets, which change after the first backward pass of a process.
 
     Mutant: a resumed process computes its first gradient once."""
-    if mutant:
+    if case == "mutant":
         monkeypatch.setattr(Backend, "as_after_a_step", lambda backend, compute: compute)
-    flags, saving = recipe(tiny, dtype="float64", logging_steps=3, save_steps=100), ("--save_steps", "1")
+    fields, step = {"dtype": "float64", "logging_steps": 3, "save_steps": 1, "save_total_limit": 99}, 6
+    if case == "hard_examples":  # it computes the gradient itself
+        kit.need_addon("techniques/hard_examples")
+        fields["techniques"] = '{"hard_examples": {"share": 0.5}}'
+    if case == "no targets before":
+        tiny, step = begins_without_targets, 1
+    flags = recipe(tiny, **fields)
     whole = kit.run_training(3, tmp_path / "whole", *flags)
-    for step in (7, 19):
-        train_until_killed(step, 3, tmp_path / "run", *flags, *saving)
-    run = kit.run_training(3, tmp_path / "run", *flags, *saving)
-    assert "step_00000018" in (tmp_path / "run.out" / "rank0.txt").read_text()
-    assert kit.same(run.weights, whole.weights) != mutant
-    assert mutant or kit.timeless(run.folder) == kit.timeless(whole.folder)
+    run = kit.run_training(3, kit.rewind(whole.folder, step, tmp_path / "run"), *flags)
+    assert f"Resuming from step {step} " in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert kit.same(run.weights, whole.weights) != (case == "mutant")
+    assert case == "mutant" or kit.timeless(run.folder) == kit.timeless(whole.folder)
 
 
 def _sums_alone_and_together() -> list[int]:
