@@ -76,6 +76,7 @@ def test_three_ranks_resume_bitwise(tiny, begins_without_targets, tmp_path, monk
     if case == "hard_examples":  # it computes the gradient itself
         kit.need_addon("techniques/hard_examples")
         fields["techniques"] = '{"hard_examples": {"share": 0.5}}'
+        fields["model_config"] = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | {"n_embd": 96, "n_layer": 2})
     if case == "no targets before":
         tiny, step = begins_without_targets, 1
     flags = recipe(tiny, **fields)
