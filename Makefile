@@ -53,8 +53,9 @@ help: ## print this help
 
 setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 chooses the Python)
 
-# Replaces a .venv whose Python is too old or broken. The file `done`, written last, marks it as complete.
-.venv/done: requirements.txt
+# Replaces a .venv whose Python is too old or broken. The file `done`, written last, marks it as complete. A linked .venv
+# belongs to another copy, which keeps it up to date.
+.venv/done: $(if $(shell test -L .venv && echo link),,requirements.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found: install Python 3.11 or newer, or name it: make setup PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) src/__init__.py
 	@$(VENV)/python src/__init__.py 2>/dev/null || rm -rf .venv

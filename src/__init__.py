@@ -24,7 +24,7 @@ def find_problem(version):
     from importlib.util import find_spec
 
     if __name__ != "__main__" and any(find_spec(name) is None for name in PACKAGES):
-        return "%s lacks a package of requirements.txt: run make setup, then make train" % sys.executable
+        return "%s lacks a package of requirements.txt: run make setup, then source .venv/bin/activate" % sys.executable
     return None
 
 

@@ -37,6 +37,7 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     kept = chosen(here, tasks, addons) if tasks or addons else here
     gone = {*here, *rooms_of(here)} - {*kept, *rooms_of(kept)}  # a room that is left empty goes, too
     left_out = {"benchmarks/results.json", *tests_of(gone)}
+    left_out |= {"benchmarks/support.py"} if "techniques" in gone else set()  # it imports them
     for file in files_of_checkout():
         if file in left_out or is_of(file, gone) or names_one(file, gone):
             continue

@@ -83,6 +83,11 @@ def run_notes(cfg: RunConfig, splits: dict) -> list[str]:
             f"warning: an epoch has only {per_epoch} step{'s' * (per_epoch > 1)} of up to {cfg.global_batch_size} examples: "
             "for more updates give a smaller global_batch_size, or more epochs"
         )
+    total = total_steps(cfg, splits["train"].stats["examples"] or 0)
+    if warmup_updates(cfg, total) == total > 1:
+        notes.append(
+            f"warning: warmup_steps {cfg.warmup_steps:g} fills all {total:,} steps: the learning rate only rises"
+        )
     if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
         notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")
     return notes

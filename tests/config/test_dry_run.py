@@ -38,3 +38,9 @@ def test_epoch_of_few_steps_is_warned_of(plain, tmp_path, capsys, size, warned):
     rows.write_text("".join(Path(plain["train_file"]).read_text().splitlines(keepends=True)[:20]))
     dry_run(plain, **few, train_file=rows)
     assert ("an epoch has only 3 steps of up to 8 examples" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize("warmup, warned", [(50, True), (2, False)])
+def test_warmup_of_the_whole_run_is_warned_of(plain, tmp_path, capsys, warmup, warned):
+    dry_run(plain, warmup_steps=warmup, output_dir=tmp_path / "run")
+    assert ("fills all" in capsys.readouterr().out) == warned
