@@ -7,6 +7,7 @@ import tempfile
 # Before torch and the Hugging Face libraries are imported. Forked children inherit all of it.
 os.environ |= {
     "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # forked ranks would wait for worker processes that the suite began
     "TOKENIZERS_PARALLELISM": "false",
     "LANGUAGE": "en",  # of make and git
     "HF_HOME": tempfile.mkdtemp(prefix="tests-hf-"),

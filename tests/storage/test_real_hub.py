@@ -23,7 +23,6 @@ def test_finetune_hub_config_on_chats(tmp_path):
     (tmp_path / "chats").mkdir()
     kit.write_jsonl(tmp_path / "chats" / "train.jsonl", [{"messages": chat} for chat in CHATS[:56]])
     kit.write_jsonl(tmp_path / "chats" / "test.jsonl", [{"messages": chat} for chat in CHATS[56:]])
-    # inductor's worker processes may have begun in the process of the tests, and forked ranks would wait for them.
     values = {"max_length": 250, "global_batch_size": 8, "max_steps": 2, "compile": False}
     local = kit.flags(model_name_or_path=model, dataset_name=tmp_path / "chats", **values)
     flags = ["--config", "configs/finetune_hub.yaml", *local]
