@@ -1,6 +1,7 @@
 """The run file: precedence, types, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -218,3 +219,12 @@ def test_files_are_looked_up_here_then_in_the_repository(here):
     kit.write_yaml(name, {"seed": 7})
     assert parsed("--config", name)[0].seed == 7
     assert paths.locate("org/model") == "org/model"
+
+
+@pytest.mark.parametrize("name", parsing.NAMES_ELSEWHERE)
+def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
+    hint = parsing.NAMES_ELSEWHERE[name]
+    assert f"{name}: unknown field; {hint}" in errors(f"--{name}", "1", **MODEL)
+    known = {*declared_options(RunConfig), *declared_options(OPTIONS["causal_lm"]())}
+    known |= json.loads(paths.SCHEMA_FILE.read_text())["properties"].keys()  # those of a deleted add-on, too
+    assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known

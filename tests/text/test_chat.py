@@ -69,6 +69,7 @@ GPT = {"role": "gpt", "content": "yes"}
     "messages, words",
     [
         ([CHAT[0], CALL], "tool_calls of turn 1"),
+        ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
         ([CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
         ([PARTS, *CHAT[1:]], "content of turn 0"),
