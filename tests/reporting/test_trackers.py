@@ -12,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 from src.config.schema import RunConfig
 from src.reporting import trackers
 from tests.helpers import kit
+from tests.helpers.killing import train_until_killed
 from tests.helpers.stopping import begin, check_stopped, recipe
 
 
@@ -128,3 +129,24 @@ def test_only_a_resumed_run_keeps_its_id_and_wandb_variables_win(tmp_path, monke
     assert options(10, "tensorboard") == {"purge_step": 11}  # steps after the checkpoint come again
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert options(10, "wandb")["id"] == "mine"
+
+
+@pytest.mark.cluster
+def test_killed_and_resumed_run_is_one_run_of_wandb_and_tensorboard(tiny, tmp_path, monkeypatch):
+    """The real wandb (offline); each point of TensorBoard is there once."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", "")
+    folder, values = tmp_path / "run", {"max_steps": 9, "save_steps": 3, "eval_steps": 3, "logging_steps": 1}
+    flags = [*kit.flags(**tiny, **values, project="pears"), "--report_to", "wandb", "tensorboard"]
+    train_until_killed(5, 1, folder, *flags)
+    run = kit.run_training(1, folder, *flags)
+    run_id = json.loads((folder / "trackers.json").read_text())["run_id"]
+    assert len(list(folder.glob(f"wandb/*run-*/*{run_id}.wandb"))) == 2  # one file for each start, of the same run
+    points = EventAccumulator(str(folder / "trackers" / "pears"))
+    points.Reload()
+    for kind in ("train", "eval"):
+        assert [event.step for event in points.Scalars(f"{kind}/loss")] == [line["step"] for line in run.kind(kind)]
