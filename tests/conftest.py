@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import re
 import shutil
 import subprocess
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -84,6 +85,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_teardown(item):
     kit.kill_all()
+    # Forked ranks would inherit its socket, and their signals would end the process of the tests.
+    assert "stop signals" not in {thread.name for thread in threading.enumerate()}, "train a run by kit.run_command"
 
 
 def pytest_sessionfinish(session, exitstatus):
