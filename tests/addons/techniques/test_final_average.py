@@ -14,12 +14,16 @@ from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
 from tests.addons.tasks import recipes
 from tests.checkpointing import recipe
-from tests.checkpointing.recipe import at_step
 from tests.helpers import kit
 
 EMA = {"ema": {"decay": 0.9, "final": True}}
 BEST = {"metric_for_best_model": "ema/loss", "greater_is_better": True}  # so that the first evaluation is the best
 SHARDED = kit.where("fsdp2", 2, mixed_precision="no")
+
+
+def at_step(number: int) -> Path:
+    """Return the checkpoint of a step, relative to the run folder."""
+    return Path("checkpoints", f"step_{number:08d}")
 
 
 def flags(tiny, techniques=EMA, **fields) -> list[str]:
@@ -86,7 +90,7 @@ def test_final_holds_the_average_of_the_best_step(tiny, tmp_path, damaged):
     check_final(run, 3, worlds=(1,))
     if damaged:
         shutil.rmtree(run.folder / "final")
-        recipe.DAMAGE["first bit flipped"](run.folder / at_step(3) / "ema.safetensors")
+        recipe.DAMAGE["middle bit flipped"](run.folder / at_step(3) / "ema.safetensors")
         check_final(kit.run_training(1, run.folder, *flags(tiny, **BEST)), 6, worlds=(1,))
 
 
