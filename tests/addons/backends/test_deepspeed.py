@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partialmethod
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -126,13 +127,18 @@ def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
 
 
 def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):
-    folder, env = tmp_path, kit.where("zero2", 2, mixed_precision="no")
+    def command(name: str, *flags) -> tuple[list, list[str]]:
+        argv = [*routed_model.recipe(tmp_path, max_steps=3, dtype="float32"), *flags, "--output_dir", "run"]
+        env = kit.where("zero2", 2, mixed_precision="no")
+        return kit.run_command("train.py", *argv, folder=tmp_path / name / "here", world=2, env=env)
+
     monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
-    codes, texts = unused.command(folder, tmp_path / "experts", 2, env=env, max_steps=3, dtype="float32")
+    codes, texts = command("experts")
     assert codes == [2, 2], texts
     assert "experts" in texts[0]
-    unused.model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
-    codes, texts = unused.command(folder, tmp_path / "zero", 2, env=env, max_steps=3, dtype="float32")
+    options = {"dense": True, "frozen": ("experts.1", "experts.2", "experts.3", "experts.4")}
+    monkeypatch.setattr(text_classification.Task, "build", partialmethod(routed_model.build, **options))
+    codes, texts = command("zero")
     assert codes == [0, 0], texts
-    codes, texts = unused.command(folder, tmp_path / "refused", 2, *unused.ALLOW, env=env, max_steps=3, dtype="float32")
+    codes, texts = command("refused", *unused.ALLOW)
     assert codes == [2, 2], texts
