@@ -22,7 +22,7 @@ from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, make_task
 from src.training.evaluation import evaluate
-from src.training.model_with_loss import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss, choose_kernels
 
 
 def main(argv: list[str]) -> None:
@@ -69,6 +69,7 @@ def same_weights(accelerator, name: str | None) -> None:
 def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json."""
     accelerator = backend.accelerator
+    choose_kernels(cfg, task, accelerator.device)
     module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, None), task))
     values = strict_json({"kind": "eval", "step": step} | evaluate(backend, module, task, split, cfg))
     if accelerator.is_main_process:

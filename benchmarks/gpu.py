@@ -26,7 +26,7 @@ EVERY = 5  # steps between two times
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained; `flags` go to train.py alone, `against` names the case whose ours it is compared with."""
+    """A model and how it is trained; `against` names the case whose ours it is compared with."""
 
     model: dict
     longest: int
@@ -37,7 +37,8 @@ class Case:
     ragged: bool = False
     lora: bool = False
     compile: bool = True
-    flags: dict = field(default_factory=dict)
+    flags: dict = field(default_factory=dict)  # of train.py alone
+    environment: dict = field(default_factory=dict)  # of every program
     programs: tuple[str, ...] = ("ours", "plain", "trainer")
     against: str = ""
     rounds: int = 1  # the programs take turns; medians
@@ -69,10 +70,23 @@ def packed(**flags: str) -> Case:
     return Case(M124, 1024, 32, 128, 40, ragged=True, flags=flags, programs=("ours",), against="124m")
 
 
+RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 20, 5, ragged=True, compile=False)
+
+
+def ragged(**changes) -> Case:
+    """Return the ragged case with one change that may be its cure."""
+    return replace(RAGGED, programs=("ours",), against="ragged", **changes)
+
+
 CASES = {
     "124m": Case(M124, 1024, 32, 128, 40),
     "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 30),
-    "ragged": Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 20, 5, ragged=True, compile=False),
+    "ragged": RAGGED,
+    "ragged_cudnn": ragged(flags={"pad_to_multiple_of": 1}),  # the same rows; attention as torch chooses it
+    "ragged_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    "ragged_padded": ragged(flags={"pad_to_multiple_of": 64}),
+    "ragged_compiled": ragged(flags={"pad_to_multiple_of": 64}, compile=True, warmup=10),
+    "ragged_tokens": ragged(flags={"per_device_batch_tokens": 16384}),
     "packed": packed(),
     "packed_varlen": packed(attn_implementation="varlen"),
     "packed_flex": packed(attn_implementation="flex_attention"),
@@ -279,7 +293,8 @@ PROGRAMS = {"ours": train_ours, "plain": train_plain, "trainer": train_trainer}
 def measure(program: str, case: Case, folder: Path, name: str, small: bool) -> dict:
     """Run a program in a process of its own; return seconds per step, seconds to its fifth step, and its peak memory."""
     command = [sys.executable, __file__, name, "--inner", program, "--folder", str(folder), *(["--tiny"] * small)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": "no" if case.on_cpu else "bf16"}
+    precision = "no" if case.on_cpu else "bf16"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": precision} | case.environment
     if small or case.on_cpu:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     began = time.time()

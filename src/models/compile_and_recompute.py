@@ -1,4 +1,4 @@
-"""torch.compile, activation checkpointing (each per layer) and TF32; functions that are always compiled on accelerators.
+"""torch.compile and activation checkpointing, each per layer; functions that are always compiled on accelerators.
 
 Tests: tests/models/test_compile_and_recompute.py.
 """
@@ -13,13 +13,8 @@ from src.config.schema import RunConfig
 from src.runtime import private_apis
 
 
-def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.device) -> torch.nn.Module:
+def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig) -> torch.nn.Module:
     """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change."""
-    if cfg.tf32:
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-            torch.set_float32_matmul_precision("high")
-        else:
-            warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")

@@ -1,4 +1,4 @@
-"""The model and the task's loss in one module, which Accelerate wraps: built, compiled, with activation checkpointing.
+"""The model and the task's loss in one module, which Accelerate wraps: built, compiled, recomputed; its kernels.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.models.compile_and_recompute import compile_and_recompute
@@ -52,7 +53,23 @@ def build_model(
 ) -> ModelWithLoss:
     """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
     checkpointing as `cfg` says."""
+    choose_kernels(cfg, task, backend.accelerator.device)
     model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
-    compile_and_recompute(model.model, cfg, backend.accelerator.device)
+    compile_and_recompute(model.model, cfg)
     return model
+
+
+def choose_kernels(cfg: RunConfig, task: Task, device: torch.device) -> None:
+    """Choose the kernels of matrix products (TF32) and attention in this process, for training and evaluation alike.
+
+    On Hopper and Blackwell, torch (2.11 and later) computes attention by cuDNN, which makes a plan for each new shape:
+    up to a second each (FunASR#3704 on a B200). So rows of many lengths use torch's own kernels instead."""
+    if cfg.tf32:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            torch.set_float32_matmul_precision("high")
+        else:
+            warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
+    few_shapes = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
+    if device.type == "cuda" and not few_shapes:
+        torch.backends.cuda.enable_cudnn_sdp(False)

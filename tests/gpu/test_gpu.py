@@ -146,6 +146,14 @@ def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
     assert 0 < run.kind("train")[-1]["graphs"] <= 8
 
 
+def test_evaluation_uses_the_kernels_of_training(recipe, tmp_path):
+    """Products in TF32, and attention of rows of many lengths without cuDNN, also in eval.py."""
+    run = launched(tmp_path / "run", recipe(tf32=True))
+    launched(run.folder, ["--checkpoint", str(run.folder)], script="eval.py")
+    evaluated = json.loads((run.folder / "eval.json").read_text())
+    assert evaluated["loss"] == run.kind("eval")[-1]["loss"]
+
+
 def test_checkpointed_activations_compute_the_same(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(gradient_checkpointing=True))
     assert losses_agree(run, float32, 1e-5)

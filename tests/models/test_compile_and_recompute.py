@@ -51,7 +51,7 @@ def _kept_bytes(files, is_recomputed: bool) -> int:
     """Return the bytes that a forward pass keeps for backward."""
     cfg = RunConfig(gradient_checkpointing=is_recomputed)
     task, splits = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl")
-    model, sizes = compile_and_recompute(task.build(), cfg, torch.device("cpu")).train(), {}
+    model, sizes = compile_and_recompute(task.build(), cfg).train(), {}
 
     def pack(tensor):
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

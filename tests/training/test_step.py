@@ -11,6 +11,7 @@ import torch
 import train
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.host_group import HostGroup
+from src.training.model_with_loss import choose_kernels
 from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
@@ -216,3 +217,16 @@ def test_fp16_overflow_does_not_advance_the_schedule(files, tmp_path):
     assert [line["learning_rate"] for line in lines] == [3e-3] * 12
     initial = kit.run_training(1, tmp_path / "initial", *recipe(files, **HALF | {"learning_rate": 0, "max_steps": 1}))
     assert kit.same(run.weights, initial.weights)
+
+
+@pytest.mark.parametrize("few", [{"pad_to_multiple_of": 64}, {"packing": True}, {}])
+def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, few):
+    """Its plan for each new shape would cost up to a second; rows of few shapes keep torch's first choice."""
+    task, _ = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl", **few)
+    try:
+        choose_kernels(task.cfg, task, torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        choose_kernels(task.cfg, task, torch.device("cuda"))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == bool(few)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
