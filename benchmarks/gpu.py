@@ -83,7 +83,7 @@ CASES = {
     "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 30),
     "ragged": RAGGED,
     "ragged_cudnn": ragged(flags={"pad_to_multiple_of": 1}),  # the same rows; attention as torch chooses it
-    "ragged_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    "ragged_fixed_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
     "ragged_padded": ragged(flags={"pad_to_multiple_of": 64}),
     "ragged_compiled": ragged(flags={"pad_to_multiple_of": 64}, compile=True, warmup=10),
     "ragged_tokens": ragged(flags={"per_device_batch_tokens": 16384}),

@@ -35,6 +35,10 @@ if _problem:
     sys.exit(2)
 
 
+# Rows of many lengths leave gaps in the memory of a GPU, which expandable segments fill. torch reads it when it is imported.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 _command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
 _is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py", "find_lr.py")
 

@@ -269,6 +269,18 @@ def test_attention_without_a_mask_uses_a_fast_kernel():
     assert torch.isfinite(out).all()
 
 
+def test_memory_is_allocated_in_expandable_segments():
+    """Rows of many lengths would leave gaps in others."""
+    program = (
+        "import src, torch; torch.zeros(1, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    for extra, expected in (({}, "True"), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "False")):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment | extra, cwd=kit.REPOSITORY, capture_output=True, text=True)
+        assert done.stdout.strip() == expected, done.stderr
+
+
 def test_a_non_finite_update_is_skipped_on_the_device():
     """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
