@@ -52,7 +52,8 @@ class TensorParallel(Backend):
 
     def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return what the base class returns, for an optimizer with groups of whole or of sharded parameters alone."""
-        optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in split_by_sharding(group)]
+        groups = enumerate(optimizer.param_groups)  # `number`: of the group that one process has, for checkpoints
+        optimizer.param_groups[:] = [part | {"number": i} for i, group in groups for part in split_by_sharding(group)]
         return super().prepare(model_with_loss, optimizer)
 
     def clip(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

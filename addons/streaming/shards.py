@@ -22,6 +22,9 @@ from src.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
+# A column that marks a format -> further columns of it, which a later shard must not bring
+OPTIONAL = {"input_ids": OPTIONAL_COLUMNS, "messages": ("tools",), "chosen": ("prompt",)}
+
 Row = tuple[int, dict, int]  # (id, prepared row, its length)
 
 
@@ -50,6 +53,7 @@ class StreamShards:
             features = self._rows(0).features
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
+        self.features = features or {}
         if features:  # Parquet names its columns in advance, so only the needed columns are downloaded
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
             self.columns, _ = self.task.inspect_columns(empty, "train")
@@ -84,6 +88,8 @@ class StreamShards:
         name = self.names[shard]
         try:
             self._refuse_changed(name)
+            if self.columns and self.source.builder == "parquet":  # the reader hides the columns that are not read
+                self._check_features(_open_file(self.source, name, None).features or {}, name)
             for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
                 self._check_columns(table, name)
                 yield table.select(self.columns) if self.columns else table
@@ -101,7 +107,22 @@ class StreamShards:
             there = ", ".join(names)
             raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, but earlier shards have it")
         refuse_mixed_types(table.schema, columns, [name], name)
-        if "input_ids" in columns and (new := sorted({*OPTIONAL_COLUMNS} & {*names} - {*columns})):
+        self._refuse_new(names, name)
+
+    def _check_features(self, features, name: str) -> None:
+        """Raise UsageError if a Parquet shard has other classes than the first one, or a new column that the task reads."""
+        self._refuse_new(features, name)
+        for column in self.columns or []:
+            one, other = (getattr(each.get(column), "names", None) for each in (self.features, features))
+            if one != other:
+                raise UsageError(
+                    f"{name}: `{column}` has the classes {other}, in the first shard {one}: write all alike"
+                )
+
+    def _refuse_new(self, names, name: str) -> None:
+        columns = self.columns or []
+        optional = {one for key, more in OPTIONAL.items() if key in columns for one in more}
+        if new := sorted(optional & {*names} - {*columns}):
             raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
 
     def _refuse_changed(self, name: str) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
-from src.config.errors import UsageError
+from src.config.errors import UsageError, warn
 from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
@@ -68,6 +68,8 @@ class Task(BatchLossTask):
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
+        if "negative" in examples.column_names and "negative" not in self.columns:
+            warn("the column negative is not used: give --negative_column negative")
         require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")
         features = {f"ids_{i}": List(Value("int32")) for i in range(len(self.columns))}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}

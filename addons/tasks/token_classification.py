@@ -76,8 +76,10 @@ class Task(base.Task):
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         column, tag_column = self.options.tokens_column, self.options.tags_column
-        words, tags = ([row or [] for row in batch[name]] for name in (column, tag_column))
+        words, tags = batch[column], batch[tag_column]
         for location, row, names in zip(locations, words, tags, strict=True):
+            if row is None or names is None:
+                raise UsageError(f"{location}: `{column if row is None else tag_column}` holds nothing")
             if len(row) != len(names):
                 raise UsageError(f"{location}: {len(row)} tokens with {len(names)} tags: give one tag per token")
             require_text(row, column, [location] * len(row))

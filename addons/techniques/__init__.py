@@ -60,6 +60,9 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
         f"techniques.{name}": {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
         for name, options in (values.get("techniques") or {}).items()
     }
+    for name in by_name:
+        if TECHNIQUES[name.partition(".")[2]]().depends_on_length:
+            by_name[name] |= {field: values[field] for field in ("max_steps", "num_train_epochs")}
     return {name: value for name, value in values.items() if name != "techniques"} | by_name
 
 
@@ -78,6 +81,7 @@ class Technique:
 
     order = 50  # among the techniques of a run: the lowest is the outermost, and computes the gradient of those above
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
+    depends_on_length = False  # whether its steps depend on the number of steps, which a resumed run then cannot change
     changes_training = True  # False: it changes no number, so a resumed run may add, remove or change it; has no state
     copies = 0  # of the trained weights, in float32, in memory and checkpoints: for estimates of memory and disk
     copies_in_step = 0  # more of them within a step: for the estimate of memory

@@ -18,6 +18,7 @@ class CycleMomentum(Technique):
     It depends on the number of completed updates, as the rate does, so there is nothing to save."""
 
     order = 54
+    depends_on_length = True
 
     base_momentum: float = option("momentum at the highest rate", 0.85, min=0, below=1)
     max_momentum: float = option("momentum at the start, in the warmup and at the end", 0.95, min=0, below=1)

@@ -26,6 +26,7 @@ class ProgressiveResizing(Technique):
     `compile`, each size is one more graph."""
 
     order = 41
+    depends_on_length = True
 
     initial_scale: float = option("first height and width, as a share of the full ones", 0.5, above=0, max=1)
     delay_fraction: float = option("share of the steps that have the first size", 0.5, min=0, max=1)

@@ -114,12 +114,19 @@ def step_of(checkpoint: Path) -> int | None:
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
         return None
-    return jsonl.read_json(checkpoint / "state.json").get("progress", {}).get("step")
+    progress = jsonl.read_json(checkpoint / "state.json").get("progress")
+    step = progress.get("step") if isinstance(progress, dict) else None
+    step = step if isinstance(step, int) else verify_hashes.read_metadata(checkpoint).get("step")
+    return step if isinstance(step, int) and (checkpoint / "state.json").exists() else None
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
     """Return the newest intact checkpoint of a run, or None. Reads every byte of each checkpoint it verifies."""
-    return next((path for path in reversed(list_checkpoints(output_dir)) if not verify_hashes.verify(path)), None)
+    for path in reversed(list_checkpoints(output_dir)):
+        if not (errors := verify_hashes.verify(path)):
+            return path
+        warn(f"{path} is damaged and not used: {'; '.join(errors)}")
+    return None
 
 
 def intact_at(output_dir: str | Path, step: int) -> Path | None:

@@ -24,6 +24,8 @@ from src.tasks import OPTIONS
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
+
 
 def init_weights(cfg: RunConfig) -> Path | None:
     """Return the weights folder that `init_from` names, or None if it is not set."""
@@ -35,8 +37,8 @@ def locate_weights(name: str, field: str) -> Path:
 
     In a run folder, use final/, else the newest intact checkpoint. Raise UsageError if the folder is damaged."""
     folder = Path(locate(name))
-    models = (each for each in (folder, folder / "final") if (each / "config.json").exists())
-    weights = next(models, None) or newest_intact(folder)
+    models = [file.parent for each in (folder, folder / "final") for file in map(each.joinpath, MODEL) if file.exists()]
+    weights = models[0] if models else newest_intact(folder)
     if weights is None:
         raise UsageError(
             f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "

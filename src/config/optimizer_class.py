@@ -78,7 +78,8 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
             raise UsageError(f"optim_args: {name} is set by {field}: remove it")
         if name not in accepted:  # some classes take any name, and ignore it
             raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
-    ignored = [] if from_fields or getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False) else [*ADAM_FIELDS]
+    read = ADAM_FIELDS if getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False) else from_fields.values()
+    ignored = [name for name in ADAM_FIELDS if name not in " ".join(read)]
     ignored = [name for name in ignored if getattr(cfg, name) != getattr(RunConfig, name)]
     ignored += ["weight_decay"] if cfg.weight_decay and "weight_decay" not in accepted else []
     if ignored:

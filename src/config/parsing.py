@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
@@ -199,6 +199,8 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
             name = name.replace("-", "_")
             if name == "config" and name in flags:
                 raise UsageError("--config: give it once (with make: make train CONFIG=FILE)")
+            if name in flags and get_origin(field_types(RunConfig).get(name)) is list:  # of other flags the last counts
+                raise UsageError(f"--{name}: give it once, with all its values: --{name} ONE TWO")
             flags[name] = [value] if equals else []
         elif flags:
             flags[name].append(word)

@@ -83,7 +83,7 @@ def one_source(cfg: RunConfig) -> Iterator[str]:
     given = [name for name in ("mixture", "dataset_name", "train_file") if getattr(cfg, name)]
     if len(given) > 1:
         yield f"{given[0]} and {given[1]} are both given: keep one"
-    for name in ("dataset_config_name", "dataset_split"):
+    for name in ("dataset_config_name", "dataset_revision", "dataset_split"):
         if getattr(cfg, name) and not cfg.dataset_name:
             fix = "give it to a source of the mixture" if cfg.mixture else "give both, or neither"
             yield f"{name} is given without dataset_name: {fix}"

@@ -115,8 +115,15 @@ def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> No
 def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
     """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
     source, count = raw.source, len(raw.rows)
-    columns, features = task.inspect_columns(raw.rows, source.split)
-    refuse_mixed_types(raw.rows.data.schema, columns, source.files, f"{source.field}: {source}")
+    refuse_mixed = partial(
+        refuse_mixed_types, raw.rows.data.schema, files=source.files, name=f"{source.field}: {source}"
+    )
+    try:
+        columns, features = task.inspect_columns(raw.rows, source.split)
+    except pa.ArrowException:  # such as labels of several types
+        refuse_mixed(raw.rows.column_names)
+        raise
+    refuse_mixed(columns)
     rows, encoded = raw.rows.with_format(None).select_columns(columns), keep_encoded(raw.rows.select_columns(columns))
     size = max(raw.rows.data.nbytes, count * MEDIA_FILE if encoded.features != rows.features else 0)
     blocks = block_ranges(count, size)

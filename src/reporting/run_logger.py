@@ -177,7 +177,8 @@ class Ledger(jsonl.JsonlWriter):
         if not self.path.exists() or not self.path.stat().st_size:
             plan = {"examples": train_set.stats["examples"], "global_batch_size": cfg.global_batch_size}
             plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, "change_plan")
-            self.add({"step": 0, "after": step, "plan": plan | ({"quotas": q} if (q := train_set.quotas) else {})})
+            plan |= {"quotas": q} if (q := train_set.quotas) else {}
+            self.add({"step": 0, "after": step, "data": train_set.stats.get("rows"), "plan": plan})
 
     def add_step(self, step: int, examples: float, low: float, high: float) -> None:
         """Queue the line of one step. Lines are written every FLUSH_EVERY steps and before each checkpoint."""

@@ -97,7 +97,7 @@ class Task(base.Task):
         for name, values in zip(self.text_columns, texts, strict=True):
             require_text(values, name, locations)
         if self.options.regression:
-            labels = [float(value) for value in batch[column]]
+            labels = class_labels.finite_numbers(batch[column], column, locations)
         else:
             labels = class_labels.label_ids(batch[column], self.labels, self.class_names, column, locations)
         encoded, counts = tokenize_truncated(self.tokenizer, texts, self.max_length)

@@ -5,6 +5,7 @@ Tests: tests/text/test_chat.py and tests/tasks/test_causal_lm.py.
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from src.config.errors import UsageError, errors_of, warn
 from src.text.tokenize_and_pack import IGNORED, token_bytes
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
-PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
+PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
 OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a template that writes it"
 
@@ -30,7 +32,12 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
         raise UsageError(
             f"{location}: the tokenizer has no chat template: give --chat_template configs/chatml.jinja, or your own"
         )
-    if "generation %}" in tokenizer.chat_template:
+    if "strftime_now" in tokenizer.chat_template:
+        warn_once(
+            "the chat template writes the date, so rows that are prepared on another day differ, and a run does not resume "
+            "with them: keep cache_dir, or give --chat_template FILE with a fixed date"
+        )
+    if MARKED.search(tokenizer.chat_template):
         with errors_of(f"{location}: `messages` could not be rendered"):
             messages, render = _checked(tokenizer, messages, tools)
             chat: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -53,8 +60,6 @@ def render_chat(tokenizer: Any, messages: list[dict], location, tools: Any = Non
         text = render(messages)
         for i, message in enumerate(messages):
             role = message["role"]
-            if role != "assistant" and role.lower() in ASSISTANT_NAMES:
-                raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
             if role == "assistant":
                 after = render(messages[: i + 1])
                 before = _text_before_content(render, messages[:i], message, after)
@@ -75,7 +80,7 @@ def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dic
 
     Raise ValueError if the template would drop or garble a part of them."""
     # Arrow gives all turns and tools the same keys (None if absent), but templates test whether a key exists.
-    messages = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+    messages = _without_nulls(messages)
     tools = _without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None)
     for i, turn in enumerate(messages):
@@ -83,10 +88,21 @@ def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dic
             turn.setdefault("content", "")
         if not isinstance(turn.get("role"), str) or "content" not in turn:
             raise ValueError(f"turn {i} has no role or no content")
-        for name in PARTS:
-            rest = {key: value for key, value in turn.items() if key != name}
+        if turn["role"] != "assistant" and turn["role"].lower() in ASSISTANT_NAMES:
+            raise ValueError(f"turn {i} has the role {turn['role']!r}: rename it to assistant, or it is not trained on")
+        if turn.get("weight", 1) != 1:
+            raise ValueError(
+                f"turn {i} has the weight {turn['weight']}, which is not used: remove it, or give input_ids"
+            )
+        others = () if turn["role"] in ("user", "assistant") else ("content",)  # templates may ignore a system or tool
+        for name in (*PARTS, *others):
+            rest = {key: value for key, value in turn.items() if key != name} | dict.fromkeys(others, "")
             if turn.get(name) and render(messages) == render([*messages[:i], rest, *messages[i + 1 :]]):
                 raise ValueError(f"the chat template does not write the {name} of turn {i}: {OTHER_TEMPLATE}")
+        for call in turn.get("tool_calls") or ():
+            arguments = call.get("function", call).get("arguments")
+            if isinstance(arguments, str) and json.dumps(arguments) in render(messages):
+                raise ValueError(f"the chat template quotes the arguments of turn {i} again: give a mapping, not text")
         if isinstance(turn["content"], list | dict) and repr(turn["content"]) in render(messages):
             raise ValueError(f"the chat template writes the content of turn {i} as Python code: give one string")
     if tools and render(messages) == render(messages, tools=None):

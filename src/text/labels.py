@@ -3,6 +3,7 @@
 Tests: tests/tasks/test_text_classification.py.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,8 @@ def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, co
         distinct = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
         if any(isinstance(value, float) for value in distinct):
             raise UsageError(f"{split} data: `{column}` holds {distinct[0]}: give labels that are names or integers")
+        if -100 in distinct:
+            raise UsageError(f"{split} data: `{column}` holds -100, which is no class: remove it from the rows")
         names = [str(value) for value in distinct]
     if len(names) < 2:
         raise UsageError(
@@ -60,6 +63,19 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
             raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}")
         ids.append(id_of[label])
     return ids
+
+
+def finite_numbers(values: list, column: str, locations) -> list[float]:
+    """Return the numbers to predict. Raise UsageError for a value that is none, or not finite."""
+    numbers = []
+    for i, value in enumerate(values):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            numbers.append(math.nan)
+        if not math.isfinite(numbers[-1]):
+            raise UsageError(f"{locations[i]}: `{column}` holds {value!r}: a regression needs a finite number")
+    return numbers
 
 
 def set_labels(config: Any, labels: list[str]) -> None:

@@ -1,5 +1,7 @@
 """The best model: saved when it is evaluated, kept, exported to final/, and reported."""
 
+import shutil
+
 import pytest
 
 from src.config.errors import UsageError
@@ -70,6 +72,19 @@ def test_final_without_the_best_checkpoint_is_the_last_step(tiny, done, tmp_path
     assert "best: step 3" in printed(run)
     assert "final/ holds step 10" in printed(run)
     assert run_status.read_status(folder)["final_step"] == 10
+
+
+@pytest.mark.parametrize("damage", ["gone", "middle bit flipped"])
+def test_intact_final_model_outlives_its_checkpoint(tiny, done, tmp_path, damage):
+    run = kit.Run(shutil.copytree(done.folder, tmp_path / "run"))
+    if damage == "gone":
+        shutil.rmtree(at_step(run, 3))
+    else:
+        recipe.DAMAGE[damage](at_step(run, 3) / "model.safetensors")
+    kit.run_training(1, run.folder, *flags(tiny))
+    assert "final/ holds step 3" in printed(run)
+    assert kit.same(kit.Run(run.folder).weights, done.weights)
+    assert run_status.read_status(run.folder)["final_step"] == 3
 
 
 def test_run_that_begins_from_a_checkpoint_of_another_run_has_a_best_of_its_own(tiny, done, tmp_path):

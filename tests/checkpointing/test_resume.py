@@ -94,6 +94,15 @@ def test_fallback_to_the_older_checkpoint_is_bitwise_exact(tiny, straight, inter
         assert (folder / "checkpoints" / "old_step_00000008.old1").is_dir()  # kept
 
 
+def test_damaged_state_of_a_renamed_checkpoint_is_found(tiny, interrupted, tmp_path):
+    """Without the name and the state, the manifest knows its step."""
+    folder = interrupted()
+    shutil.rmtree(at_step(folder, 4))
+    DAMAGE["middle bit flipped"](at_step(folder, 8).rename(folder / "checkpoints" / "good") / "state.json")
+    codes, outputs = recipe.command(recipe.flags(tiny), tmp_path)
+    assert (codes, "good is damaged and not used: state.json" in outputs[0]) == ([2], True), outputs
+
+
 def test_all_damaged_ends_all_ranks_with_2_and_changes_nothing(tiny, interrupted, tmp_path):
     folder = interrupted()
     DAMAGE["middle bit flipped"](at_step(folder, 4) / "model.safetensors")
@@ -120,18 +129,22 @@ def test_init_from_begins_a_new_run_with_old_weights(tiny, straight, tmp_path):
     assert json.loads(kit.ledger_text(run.folder).splitlines()[0])["plan"]["seed"] == 5
 
 
-def test_init_from_takes_final_or_the_newest_intact_checkpoint_of_a_run(straight, interrupted, tmp_path):
+def test_init_from_takes_final_or_the_newest_intact_checkpoint_of_a_run(straight, interrupted, tmp_path, capsys):
     done = shutil.copytree(straight[1].folder, tmp_path / "done")
     assert init_weights(RunConfig(init_from=str(done))) == done / "final"
     for asked, path in ((done, done / "final"), (at_step(done, 8), at_step(done, 8))):
         DAMAGE["last byte cut off"](path / "model.safetensors")
         with pytest.raises(UsageError, match=f"init_from: {path} is damaged: model.safetensors"):
             init_weights(RunConfig(init_from=str(asked)))
+    DAMAGE["removed"](done / "final" / "config.json")  # not the newest checkpoint, which may not be the best one
+    with pytest.raises(UsageError, match=r"init_from: .*final is damaged: config.json"):
+        init_weights(RunConfig(init_from=str(done)))
     folder = interrupted()
     cfg = RunConfig(init_from=str(folder))
     assert init_weights(cfg) == at_step(folder, 8)
     DAMAGE["middle bit flipped"](at_step(folder, 8) / "model.safetensors")
     assert init_weights(cfg) == at_step(folder, 4)
+    assert "step_00000008 is damaged and not used: model.safetensors" in capsys.readouterr().err
     DAMAGE["removed"](at_step(folder, 4) / "config.json")
     with pytest.raises(UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact checkpoint"):
         init_weights(cfg)

@@ -46,6 +46,16 @@ def test_fork_of_a_checkpoint_is_resumed_by_the_same_command(tiny, straight, tmp
     assert ("holds the run that began from" in said) == (at == 7)
 
 
+def test_run_that_goes_back_to_a_checkpoint_of_its_own_continues(tiny, straight, interrupted):
+    """The same command goes back once. Killed, it resumes; or a job that is requeued would never end."""
+    run = interrupted()
+    flags = recipe.flags(tiny, resume=at_step(run, 4), save_steps=2)
+    train_until_killed(7, 1, run, *flags)
+    again = kit.run_training(1, run, *flags)
+    assert kit.same(again.weights, straight[1].weights)
+    assert "holds the run that began from" in (run.with_suffix(".out") / "rank0.txt").read_text()
+
+
 def test_other_configuration_begins_in_a_new_folder(tiny, tmp_path):
     """Without an output_dir; the same configuration resumes, on any number of processes."""
     path = kit.write_yaml(tmp_path / "chat.yaml", {"seed": 1})

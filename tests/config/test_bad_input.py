@@ -90,6 +90,21 @@ CASES = {
     "null in ids": ids("`input_ids` or `labels` is or holds null", [1, None, 3]),
     "chat without template": rows("no chat template|--chat_template", USER, changed=TEXT),
     "chat without assistant": rows("none of the 1 rows", USER, changed=CHAT, **{"chat.jinja": TEMPLATE}),
+    "label of several types": rows(
+        "train.jsonl, line 2: |(/label) changed from",
+        {"text": "a", "label": [1]},
+        {"text": "b", "label": 1},
+        changed=LABELS,
+    ),
+    "label of padding": rows(
+        "-100, which is no class", {"text": "a", "label": -100}, {"text": "b", "label": 1}, changed=LABELS
+    ),
+    "number not finite": rows(
+        "train.jsonl, line 2: |`label` holds 'nan'",
+        {"text": "a", "label": "1.5"},
+        {"text": "b", "label": "nan"},
+        changed=LABELS | {"regression": "true"},
+    ),
     "one label": rows("`label` is 1 in every row", {"text": "a", "label": 1}, changed=LABELS),
     # ---- eval.py
     "checkpoint nowhere": Case("checkpoint: nowhere", SCORES | {"checkpoint": "nowhere"}),

@@ -111,6 +111,7 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
     [
         (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
         (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
+        (["--train_file", "a.jsonl", "--train_file", "b.jsonl"], ["--train_file: give it once, with all its values"]),
         (["--learning_rate", "nan"], ["--learning_rate is nan"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
@@ -144,6 +145,7 @@ def test_errors_of_the_command_line_and_the_run_file(here, given, parts):
         ({"per_device_batch_size": 9, "global_batch_size": 8}, ["per_device_batch_size is 9", "which is 8"]),
         ({"model_config": None}, ["no model: give --model_name_or_path"]),
         ({"dataset_name": "stdlib_code"}, ["dataset_name and train_file are both given"]),
+        ({"dataset_revision": "v1"}, ["dataset_revision is given without dataset_name"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
         ({"cache_dir": "s3://bucket/run"}, ["cache_dir: s3", "is a URL"]),
     ],

@@ -13,6 +13,7 @@ from src.config.errors import UsageError
 from src.data.prepare import encode_files
 from src.data.sources import BUILDERS
 from src.tasks import causal_lm
+from src.text.chat import warn_once
 from tests.helpers import kit
 
 TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
@@ -172,3 +173,18 @@ def test_ranks_with_different_data_do_not_train(tools, tmp_path):
         kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")
     assert failed.value.codes == [1, 1]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_file_that_is_named_twice_is_warned_about(open_data, tmp_path, capsys):
+    file = write(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.jsonl").symlink_to(file)
+    _, splits = open_data(train_file=[file, tmp_path / "b.jsonl"])
+    assert len(splits["train"]) == 2 * len(TEXTS)
+    assert "a.jsonl is given 2 times, so its rows are read as often" in capsys.readouterr().err
+
+
+def test_format_that_is_chosen_is_said(open_data, tmp_path, capsys):
+    """Rows that fit two formats are of the first; the other is not used."""
+    warn_once.cache_clear()
+    open_data(train_file=kit.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "text": "a"}]))
+    assert "the rows have input_ids, which are used; text are not" in capsys.readouterr().err

@@ -40,7 +40,9 @@ def test_hash_depends_on_every_id_but_not_on_order_or_split():
 
 def test_ledger_has_a_line_per_step(one):
     first, *rest = lines(one)
-    assert first == {"step": 0, "after": 0, "plan": {"examples": 1003, "global_batch_size": 32, "seed": 42}}
+    plan = {"examples": 1003, "global_batch_size": 32, "seed": 42}
+    assert first == {"step": 0, "after": 0, "data": first["data"], "plan": plan}
+    assert len(first["data"]) == 32  # the hash of the prepared rows
     assert [line["step"] for line in rest] == list(range(1, STEPS + 1))
     assert [line["examples"] for line in rest] == [32] * 31 + [11] + [32] * 4
     assert len({line["ids"] for line in rest}) == STEPS

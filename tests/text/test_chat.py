@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.chat import render_chat, warn_once
+from src.text.chat import encode_chat, render_chat, warn_once
 from tests.helpers import kit
 
 CHAT = [
@@ -70,6 +70,8 @@ GPT = {"role": "gpt", "content": "yes"}
     [
         ([CHAT[0], CALL], "tool_calls of turn 1"),
         ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
+        ([CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "does not write the function_call of turn 1"),
+        ([CHAT[0], CHAT[1] | {"weight": 0}], "turn 1 has the weight 0"),
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
         ([CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
         ([PARTS, *CHAT[1:]], "content of turn 0"),
@@ -78,6 +80,41 @@ GPT = {"role": "gpt", "content": "yes"}
 def test_unusable_chats_are_refused(tokenizer, messages, words):
     with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
         render(tokenizer, kit.CHATML, messages, "row 3")
+
+
+NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}"
+NO_SYSTEM += "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        ([{"role": "system", "content": "be brief"}, *CHAT], "does not write the content of turn 0"),
+        ([CHAT[0], CALL], "quotes the arguments of turn 1 again"),
+    ],
+)
+def test_what_a_template_drops_or_quotes_again_is_refused(tokenizer, messages, words):
+    with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
+        render(tokenizer, NO_SYSTEM, messages, "row 3")
+
+
+def test_missing_values_of_a_turn_are_not_written(tokenizer):
+    """Arrow gives all calls the same arguments, which are null where a call has none of that name."""
+    calls = [{"function": {"name": "f", "arguments": {"city": "Paris", "limit": None}}}]
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+    text, _ = render(tokenizer, NO_SYSTEM, chat, "row 3")
+    assert '{"city": "Paris"}' in text
+
+
+@pytest.mark.parametrize("dash", ["", "-"])
+def test_marked_templates_train_what_is_marked(tokenizer, dash):
+    body = "{{ m.role }}: {%- generation -%}{{ m.content }}{%- endgeneration -%}".replace("-", dash)
+    tokenizer.chat_template = LOOP + "{% if m.role == 'assistant' %}" + body + "{% endif %}<|endoftext|>{% endfor %}"
+    ids, labels, _ = encode_chat(tokenizer, CHAT, "row 3", None)
+    assert tokenizer.decode([label for label in labels if label != -100]).replace(" ", "") == "hellohello"
+    assert len(ids) > sum(label != -100 for label in labels)
+    with pytest.raises(UsageError, match=r"row 3: .*turn 1 has the role .gpt."):
+        encode_chat(tokenizer, [CHAT[0], GPT], "row 3", None)
 
 
 @pytest.mark.parametrize(

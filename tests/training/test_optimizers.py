@@ -70,6 +70,7 @@ def test_arguments_reach_the_optimizer():
         ({"optim": "adamm"}, "optim is adamm: .*did you mean adam"),
         ({"optim": "sgd", "optim_args": {"nestrov": True}}, "no argument nestrov; did you mean nesterov"),
         ({"optim": "sgd", "optim_args": {"momentum": 0.9}}, "momentum is set by adam_beta1"),
+        ({"optim": "sgd", "adam_beta2": 0.9}, "adam_beta2 is 0.9, which SGD does not read"),
         ({"optim": "rprop"}, "weight_decay is 0.01, which Rprop does not read"),
     ],
 )

@@ -28,7 +28,9 @@ class PairEncoder:
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
-        encoder.choose(["messages"] if self.chat else ["prompt", "completion"], split)
+        self.needed += ["tools"] if self.chat and "tools" in columns else []
+        others = [name for name in columns if name not in (*self.needed, "messages", "input_ids")]
+        encoder.choose([*others, *(["messages", *self.needed] if self.chat else ["prompt", "completion"])], split)
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
@@ -54,7 +56,8 @@ class PairEncoder:
         """Return the prompts with the completions of one side, in the columns that the encoder reads."""
         if self.chat:
             prompts = batch.get("prompt") or [None] * len(batch[side])
-            return {"messages": [_chat(prompt, turns) for prompt, turns in zip(prompts, batch[side], strict=True)]}
+            chats = [_chat(prompt, turns) for prompt, turns in zip(prompts, batch[side], strict=True)]
+            return {"messages": chats} | {name: batch[name] for name in ("tools",) if name in batch}
         require_text(batch[side], side, locations)
         return {"prompt": batch["prompt"], "completion": batch[side]}
 
@@ -63,5 +66,8 @@ def _chat(prompt: Any, turns: list[dict] | None) -> list[dict]:
     """Return a whole chat. A prompt of text is its first turn, unless the turns begin with one of their own."""
     turns = turns or []
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if turns and turns[0]["role"] == "assistant" else []
+        first = next((i for i, turn in enumerate(turns) if turn["role"] != "system"), 0)
+        if turns and turns[first]["role"] == "assistant":
+            return [*turns[:first], {"role": "user", "content": prompt}, *turns[first:]]
+        prompt = []
     return [*(prompt or []), *turns]

@@ -102,10 +102,13 @@ def test_eval_py_finds_the_number_of_one_process(files, one, tmp_path):
     check_same_lines(one.kind("eval")[-1:], [found])
 
 
-def test_a_run_moves_from_one_process_to_four_and_back(files, one, tmp_path):
-    kit.run_training(1, tmp_path / "run", *recipe(files, **FIELDS | {"max_steps": 2}))
-    trained(4, tmp_path / "run", recipe(files, **FIELDS | {"max_steps": 4}), where("fsdp2_tp", 4))
-    run = kit.run_training(1, tmp_path / "run", *recipe(files, **FIELDS))
+@pytest.mark.parametrize("optim", ["adamw", "nadam"])  # nadam has numbers of its own in each group
+def test_a_run_moves_from_one_process_to_four_and_back(files, one, tmp_path, optim):
+    fields = FIELDS | {"optim": optim}
+    one = one if optim == "adamw" else kit.run_training(1, tmp_path / "one", *recipe(files, **fields))
+    kit.run_training(1, tmp_path / "run", *recipe(files, **fields | {"max_steps": 2}))
+    trained(4, tmp_path / "run", recipe(files, **fields | {"max_steps": 4}), where("fsdp2_tp", 4))
+    run = kit.run_training(1, tmp_path / "run", *recipe(files, **fields))
     check_same_lines(one.kind("train"), run.kind("train"))
     assert kit.distance(one.weights, run.weights) <= 1e-5
 

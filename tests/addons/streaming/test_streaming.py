@@ -18,6 +18,7 @@ from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import init_accelerator
 from src.tasks import OPTIONS, make_task
 from src.training.train_state import TrainState
+from tests.conformance.recipes import BERT
 from tests.helpers import kit, technique_runs
 
 
@@ -234,11 +235,26 @@ def test_changed_local_shard_is_refused(tmp_path):
             list(again)
 
 
-def test_new_column_in_a_later_shard_is_refused(tmp_path):
-    kit.write_jsonl(tmp_path / "0.jsonl", [{"input_ids": [1, 2, 3]}] * 9)
-    kit.write_jsonl(tmp_path / "1.jsonl", [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}] * 9)
-    stream = opened(tmp_path, [tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
-    with pytest.raises(UsageError, match=r"1\.jsonl: there is a column `attention_mask`"):
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize("new", ["attention_mask", "labels"])
+def test_new_column_in_a_later_shard_is_refused(tmp_path, kind, new):
+    """A reader of Parquet does not show columns that the first shard lacks; masked tokens would be trained on."""
+    files = [tmp_path / f"{i}.{kind}" for i in range(2)]
+    for file, more in zip(files, ({}, {new: [[1, 1, 0]] * 9}), strict=True):
+        getattr(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9} | more), f"to_{kind}")(file)
+    stream = opened(tmp_path, files)
+    with pytest.raises(UsageError, match=rf"1\.{kind}: there is a column `{new}`"):
+        list(stream.shards.blocks(1))
+
+
+def test_classes_of_a_later_shard_in_another_order_are_refused(tmp_path):
+    files = [tmp_path / f"{i}.parquet" for i in range(2)]
+    for file, names in zip(files, (["bad", "good"], ["good", "bad"]), strict=True):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        datasets.Dataset.from_dict({"text": ["a"] * 9, "label": [0, 1, 0] * 3}, features).to_parquet(file)
+    more = {"task": "text_classification", "tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer", ["a"])}
+    stream = opened(tmp_path, files, **more, model_config=kit.write_yaml(tmp_path / "bert.yaml", BERT))
+    with pytest.raises(UsageError, match=r"1\.parquet: `label` has the classes \['good', 'bad'\]"):
         list(stream.shards.blocks(1))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from addons.tasks import preference
+from src.config.errors import UsageError
 from src.models import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.helpers import kit
@@ -188,3 +189,12 @@ def test_other_reference_is_refused(run, tmp_path):
     )
     assert codes == [2]
     assert "reference_revision is xxh3:" in texts[0]
+
+
+def test_prompt_stands_after_the_system_turn_and_tools_are_written(fields, tmp_path):
+    system = {"role": "system", "content": "sat"}
+    row = {"prompt": "the cat", "chosen": [system, CHAT[0]], "rejected": [system, CHAT[1]]}
+    task, [encoded] = opened(fields, tmp_path, [row])
+    assert decoded(task, encoded, "chosen")[0].startswith("<|system|>sat<|endoftext|>\n<|user|>the cat<|endoftext|>")
+    with pytest.raises(UsageError, match="does not write the `tools`"):
+        opened(fields, tmp_path, [row | {"tools": [{"type": "function", "function": {"name": "f"}}]}])

@@ -82,3 +82,13 @@ def test_a_changed_default_is_refused(tmp_path, monkeypatch):
 def test_a_technique_that_changes_no_number_may_change(tmp_path, was, now, text):
     [remark] = check(tmp_path, with_techniques(now), was=with_techniques(was))
     assert f"changed since step_00000008: techniques.gradient_statistics: {text}" in remark
+
+
+def test_technique_that_depends_on_the_length_of_a_run_is_not_extended(tmp_path):
+    """A constant rate would allow another `max_steps`."""
+    longer = {"max_steps": 20, "lr_scheduler_type": "constant"}
+    was = with_techniques({"progressive_resizing": None})
+    was = replace(was, lr_scheduler_type="constant")
+    assert "techniques.progressive_resizing" in refusal(tmp_path, replace(was, **longer), was=was)
+    plain = replace(was, techniques=None)
+    assert "max_steps" in check(tmp_path, replace(plain, **longer), was=plain)[0]

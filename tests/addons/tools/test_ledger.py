@@ -46,6 +46,8 @@ def test_command_exit_codes(one, tmp_path, capsys):
     assert (code, text[:22], text[-12:]) == (1, "step 17 differs: 32 ex", "in the plan\n")
     hashes = [f"32 examples, hash {entries[17]['ids']}" for entries in (lines(one), found)]
     assert command(one, swapped) == (1, f"step 17 differs: {hashes[0]} in {one}; {hashes[1]} in {swapped}\n")
+    other = write_ledger(tmp_path / "other", [found[0] | {"data": "0" * 32}, *lines(one)[1:]])
+    assert command(one, other)[1].startswith("the prepared rows differ: hash ")
     words = [sys.executable, "-m", "addons.tools.ledger", tmp_path / "none"]
     done = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
