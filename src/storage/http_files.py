@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder, jsonl
-from src.storage.cache_folder import SharedWork
+from src.storage.cache_folder import exclusive
 from src.storage.hub import fetch_once, is_offline, reuse
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ def server_version(file: str) -> list | None:
     return [folder.name, record["bytes"], record["etag"] or record["modified"] or os.stat(file).st_mtime_ns]
 
 
-def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
+def fetch_file(url: str, field: str, root: Path) -> str:
     """Return the path of the local copy of `url`. One process downloads it unless the copy is complete and current."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
     what = f"downloading {url}"
 
     def fetch() -> dict:
         folder.mkdir(parents=True, exist_ok=True)
-        with work.exclusive(folder / RECORD, what):  # another launch may download the same file
+        with exclusive(folder / RECORD, what):  # another launch may download the same file
             return _fetch(url, field, folder)
 
-    return str(folder / fetch_once(url, fetch, work, what)["file"])
+    return str(folder / fetch_once(url, fetch, root, what)["file"])
 
 
 def _fetch(url: str, field: str, folder: Path) -> dict:

@@ -15,7 +15,7 @@ from typing import Any
 from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate, not_found_locally
 from src.storage.atomic_folder import rewrite
-from src.storage.cache_folder import SharedWork
+from src.storage.cache_folder import compute_once
 from src.storage.jsonl import read_json
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
@@ -26,10 +26,10 @@ UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
 records: dict[str, dict] = {}  # name or URL -> commit, or size and ETag; environment.json lists them
 
 
-def fetch_once(key: str, fetch: Callable[[], dict], work: SharedWork, what: str) -> dict:
+def fetch_once(key: str, fetch: Callable[[], dict], root: Path, what: str) -> dict:
     """Return the record of `fetch()`. One process of the launch calls it, so all ranks use the same version."""
     if key not in records:
-        records[key] = work.compute_once(key, fetch, what)
+        records[key] = compute_once(root, key, fetch, what)
     return records[key]
 
 
@@ -48,9 +48,9 @@ def reuse(record: dict, where: str, error: Exception, hint: str = "") -> dict:
     return record
 
 
-def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:
+def dataset_commit(name: str, revision: str | None, root: Path) -> str:
     """Return the commit hash of a Hub dataset at `revision` (branch, tag or commit): the same one on all ranks."""
-    return _fetch("dataset", name, revision, "dataset_name", work, root, lambda info: {})["commit"]
+    return _fetch("dataset", name, revision, "dataset_name", root, lambda info: {})["commit"]
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
@@ -74,12 +74,10 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
             raise UsageError(f"{field}: {name} is the folder of a run: give {name}/final, the model in it")
         return folder
     part = "model" if weights else "tokenizer"
-    return _fetch(part, name, revision, field, SharedWork(root), root, download)["folder"]
+    return _fetch(part, name, revision, field, root, download)["folder"]
 
 
-def _fetch(
-    part: str, name: str, revision: str | None, field: str, work: SharedWork, root: Path, download: Callable
-) -> dict:
+def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, download: Callable) -> dict:
     """Return the record of a repository: its commit, and what `download(its information)` returns.
 
     If the Hub does not answer, return the last record, or what another program has downloaded."""
@@ -115,4 +113,4 @@ def _fetch(
         rewrite(last, json.dumps(record))
         return record
 
-    return fetch_once(key, fetch, work, f"fetching {name} from the Hub")
+    return fetch_once(key, fetch, root, f"fetching {name} from the Hub")

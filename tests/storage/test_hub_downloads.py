@@ -109,7 +109,7 @@ def trained(served, tmp_path_factory):
 
 
 def every_rank_asks():
-    hub_module.fetch_once = lambda key, fetch, work, what: hub_module.records.setdefault(key, fetch())
+    hub_module.fetch_once = lambda key, fetch, root, what: hub_module.records.setdefault(key, fetch())
 
 
 def looked_up(requests: list) -> int:

@@ -21,7 +21,7 @@ from src.models.config_and_tokenizer import check_fit, load_tokenizer, pretraine
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.runtime import private_apis
 from src.storage import hub
-from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.cache_folder import cache_root, compute_once
 from src.storage.verify_hashes import hash_file
 from src.tasks import causal_lm
 
@@ -196,4 +196,4 @@ def _hash_of_weights(cfg: RunConfig, folder: Path) -> str:
         return {"hash": HASH + xxhash.xxh3_128_hexdigest(hashes.encode())}
 
     key = repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    return SharedWork(cache_root(cfg)).compute_once(key, compute, f"reading the weights in {folder}")["hash"]
+    return compute_once(cache_root(cfg), key, compute, f"reading the weights in {folder}")["hash"]
