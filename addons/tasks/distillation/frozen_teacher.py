@@ -5,13 +5,12 @@ and tests/addons/tasks/test_preference.py.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.addons import without_addons
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
@@ -180,7 +179,8 @@ class FrozenModel:
         from transformers import AutoModelForCausalLM
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
-        cfg = replace(without_addons(self.cfg), model_name_or_path=None)
+        cfg = RunConfig(**{field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)})
+        cfg = replace(cfg, model_name_or_path=None)
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 
