@@ -18,7 +18,7 @@ from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder, jsonl
 from src.storage.cache_folder import exclusive
-from src.storage.hub import fetch_once, is_offline, reuse
+from src.storage.hub import fetch_once, is_offline
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout
@@ -63,7 +63,11 @@ def _fetch(url: str, field: str, folder: Path) -> dict:
             return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except OSError as error:
             failure = error
-    return reuse(record, f"{field}: {url}", failure)
+    if not record:
+        raise UsageError(f"{field}: {url}: not fetched: {one_line(failure, 400)}") from failure
+    if not is_offline():
+        warn(f"{field}: {url}: no answer ({one_line(failure)}): using the version fetched earlier", any_rank=True)
+    return record
 
 
 def _is_current(record: dict, version: dict) -> bool:

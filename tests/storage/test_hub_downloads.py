@@ -140,7 +140,7 @@ def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):
     put_data(hub, 4)
     try:
         moved = hub.sha(hub.folder / "datasets/org/ds")
-        train(trained.environment, tmp_path, recipe(tmp_path, "moved"))
+        train(hub.environment(tmp_path), tmp_path, recipe(tmp_path, "moved"))  # another HF_HOME
         assert commits(tmp_path / "moved") == {"model": new.model, "dataset": moved}
     finally:
         put_data(hub, 8)
