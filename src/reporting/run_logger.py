@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +20,7 @@ from src.data.batch_plan import LOW
 from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.environment import topology, write_environment
 from src.reporting.run_plan import plan_table, run_notes
+from src.reporting.trackers import Trackers
 from src.reporting.utilization import GpuUse, step_profiler
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
@@ -28,9 +28,6 @@ from src.storage import atomic_folder, jsonl
 from src.training.meter import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
-
-if TYPE_CHECKING:
-    from src.reporting.trackers import Trackers
 
 
 class RunLogger:
@@ -90,8 +87,6 @@ class RunLogger:
         self.profiler = step_profiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.backend.accelerator.log_with:
-            from src.reporting.trackers import Trackers
-
             self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
 
     def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:

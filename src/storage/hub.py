@@ -82,7 +82,8 @@ def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, d
                     self.failure = error
                     raise
 
-        hub, get_session().timeout = Hub(), TIMEOUT  # for the list of files; by default both wait forever
+        hub = Hub()
+        get_session().timeout = TIMEOUT  # of the list of files; by default both wait forever
         try:
             commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision)
             record = {"commit": commit.resolved} | download(commit)
