@@ -20,7 +20,7 @@ from src.data.prepared_split import Split
 from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.sources import Source
 from src.storage import atomic_folder
-from src.storage.cache_folder import SharedWork
+from src.storage.cache_folder import run_once
 from src.tasks.base import Task
 
 ROWS = 1 << 20  # rows that are read at once
@@ -39,7 +39,7 @@ class Column:
         """Return the record of this column in the folder of a split; the array is beside it, as .npy."""
         return folder / f"{self.field}_{xxhash.xxh3_64_hexdigest(self.name.encode())}.json"
 
-    def store(self, cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+    def store(self, cfg: Any, task: Task, source: Source, split: Split) -> None:
         """Store the numbers beside the prepared rows of a split, as part of their identity.
 
         Raise UsageError if the rows are not those of the files one by one, or for a value that is no valid number."""
@@ -52,7 +52,7 @@ class Column:
         target = self.file(split.folder)
         if not target.exists():
             kept = split.array("kept")
-            work.run_once(target, lambda: _store(load_raw_rows(source, cfg), kept, self, target), f"column {self.name}")
+            run_once(target, lambda: _store(load_raw_rows(source, cfg), kept, self, target), f"column {self.name}")
         content = (split.stats["rows"], self.field, json.loads(target.read_text())["hash"])
         split.stats["rows"] = xxhash.xxh3_128_hexdigest(repr(content).encode())
 

@@ -16,7 +16,6 @@ from src.config.fields import option
 from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
 from src.data.sources import Source
-from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 LENGTH = "length"  # as curriculum_column: the tokens of a row
@@ -45,10 +44,10 @@ def _column(cfg: Any) -> Column | None:
     return None if name == LENGTH else Column("curriculum_column", name, hint=f", or give --curriculum_column {LENGTH}")
 
 
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
     """Store the difficulties beside the prepared training rows."""
     if source.split == "train" and (column := _column(cfg)):
-        column.store(cfg, task, source, split, work)
+        column.store(cfg, task, source, split)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from src.data.prepared_split import MEDIA, Split, keep_encoded
 from src.data.raw_rows import RawRows
 from src.data.row_errors import read_rows
 from src.data.sources import Source
-from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 
@@ -79,7 +78,7 @@ def find_sources(cfg: Any, split: str) -> dict[str, Source]:
     return {name: replace(HeldOutSource(**vars(one)), split=split, share=share) for name, one in training.items()}
 
 
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
     """Warn if held-out rows take the place of the dataset's own evaluation split."""
     names = [name for name in ("validation", "test") if name in split.stats["splits"] and name != source.dataset_split]
     if names and source.split == "validation":

@@ -15,7 +15,6 @@ from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
 from src.data.row_order import derive_seed, splitmix64
 from src.data.sources import Source
-from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 
@@ -42,10 +41,10 @@ def _column(cfg: Any) -> Column:
     return Column("sample_weight_column", cfg.sample_weight_column, weights=True)
 
 
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
     """Store the cumulative weights beside the prepared training rows."""
     if source.split == "train":
-        _column(cfg).store(cfg, task, source, split, work)
+        _column(cfg).store(cfg, task, source, split)
 
 
 @dataclass(frozen=True, eq=False)

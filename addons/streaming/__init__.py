@@ -14,7 +14,6 @@ from src.config.fields import option
 from src.data import dataset
 from src.data.prepared_split import Split
 from src.data.sources import Source
-from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 
@@ -51,17 +50,17 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
         yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
 
 
-def fetch_source(source: Source, cfg: Any, work: SharedWork) -> Source:
+def fetch_source(source: Source, cfg: Any) -> Source:
     """Look up the files of the training data; download the evaluation data, unless it is a Hub dataset."""
     look_up = sources.look_up_stream if source.split == "train" else sources.fetch_evaluation
-    return look_up(source, cfg, work)
+    return look_up(source, cfg)
 
 
-def open_source(cfg: Any, task: Task, source: Source, work: SharedWork) -> Stream | Split | None:
+def open_source(cfg: Any, task: Task, source: Source) -> Stream | Split | None:
     """Return the training data as a stream, and the evaluation data as prepared rows."""
     if isinstance(source, sources.StreamSource):
         return Stream(cfg, task, source)
-    return dataset.open_source(cfg, task, source, work)
+    return dataset.open_source(cfg, task, source)
 
 
 def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from src.config.errors import UsageError, one_line
 from src.data import sources
 from src.data.sources import Source, at_commit, drop_files
 from src.storage import http_files, hub
-from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.cache_folder import cache_root, compute_once
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -64,11 +64,11 @@ class StreamSource(Source):
         return digest.hexdigest() if files else None
 
 
-def look_up_stream(source: Source, cfg: Any, work: SharedWork) -> Source:
+def look_up_stream(source: Source, cfg: Any) -> Source:
     """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     stream = StreamSource(**vars(source))
     if not source.builder:
-        return stream if source.files else at_commit(stream, cache_root(cfg), work)
+        return stream if source.files else at_commit(stream, cache_root(cfg))
     urls = [file for file in source.files if "://" in file]
     if not urls:
         return stream
@@ -83,7 +83,8 @@ def look_up_stream(source: Source, cfg: Any, work: SharedWork) -> Source:
             return {"files": list(pool.map(lambda url: _look_up(url, source.field), urls))}
 
     # A URL may hold a signature, so the key is hashed and the values are redacted.
-    answers = work.compute_once(json.dumps([source.field, urls]), look_up_all, f"looking up {len(urls)} files")
+    key, what = json.dumps([source.field, urls]), f"looking up {len(urls)} files"
+    answers = compute_once(cache_root(cfg), key, look_up_all, what)
     remote = dict(zip(urls, answers["files"], strict=True))
     hub.records.update(remote)
     return drop_files(replace(stream, remote=remote), {url for url in urls if remote[url].get("bytes") == 0})
@@ -122,9 +123,9 @@ class HubEvaluation(Source):
         return Dataset.from_generator(rows.__iter__, features=rows.features, cache_dir=cache)
 
 
-def fetch_evaluation(source: Source, cfg: Any, work: SharedWork) -> Source:
+def fetch_evaluation(source: Source, cfg: Any) -> Source:
     """Download the files of evaluation data; of a Hub dataset, look up its commit."""
-    fetched = sources.fetch_source(source, cfg, work)
+    fetched = sources.fetch_source(source, cfg)
     if source.builder or source.files:
         return fetched
     return HubEvaluation(**vars(fetched), first_rows=cfg.max_eval_examples)

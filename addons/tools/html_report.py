@@ -68,7 +68,7 @@ def write(*folders: Path) -> Path:
 
 def read(folder: Path) -> dict:
     """Return the lines of a run by kind, its environment, its configuration and what its task counts."""
-    lines = jsonl.read_lines(folder / "metrics.jsonl")  # a kill can truncate the last line
+    lines = [line for line in jsonl.read_lines(folder / "metrics.jsonl") if "kind" in line]
     if not lines:
         raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
     run = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}

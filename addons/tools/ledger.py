@@ -24,7 +24,7 @@ from src.tasks import OPTIONS, make_task
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
     """Return (first line, {step: (examples, hash)}) of a run; skip a truncated last line."""
-    lines = jsonl.read_lines(folder / LEDGER, required=())
+    lines = jsonl.read_lines(folder / LEDGER)
     if not lines or "plan" not in lines[0]:
         raise UsageError(f"{folder} has no {LEDGER} that begins with a plan: give a run folder")
     return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}

@@ -82,11 +82,6 @@ def run_config(**values: Any) -> RunConfig:
     return config_type(values)(**values)
 
 
-def without_addons(cfg: RunConfig) -> RunConfig:
-    """Return the core's fields of `cfg` alone."""
-    return RunConfig(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(RunConfig)})
-
-
 def missing_addon(name: str, value: Any = None) -> str | None:
     """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here.
 

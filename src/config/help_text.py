@@ -42,28 +42,24 @@ def show_quickly(argv: list[str]) -> None:
     program, words, file = Path(argv[0]).name, argv[1:], Path(__file__).parents[2] / "configs" / "schema.json"
     if program not in OWN_FLAGS or not {"-h", "--help"} & {*words} or "--config" in words or not file.exists():
         return
-    core, options = fields_in(json.loads(file.read_text(encoding="utf-8")))
+    schema = json.loads(file.read_text(encoding="utf-8"))
     tasks = [word.removeprefix("--task=") for word in words if word.startswith("--task=")]
     tasks += [word for before, word in pairwise(words) if before == "--task"]
-    task = tasks[-1] if tasks else core["task"]["default"]
-    if task in options:
+    task = tasks[-1] if tasks else schema["properties"]["task"]["default"]
+    if task in schema["properties"]["task"]["enum"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
-        print(format_help(task, core, options[task], OWN_FLAGS[program], asks_for_all(words)))
+        print(format_help(schema, task, OWN_FLAGS[program], words))
         sys.exit(0)
 
 
-def asks_for_all(argv: list[str]) -> bool:
-    """Return whether a command line has `--help all`."""
-    return "--help=all" in argv or ("--help", "all") in pairwise(argv)
+def format_help(schema: dict, task: str, also: dict[str, str], argv: list[str]) -> str:
+    """Return the help of the fields of all tasks and of the task's options, which the JSON schema of the run file has.
 
-
-def format_help(
-    task: str, core: dict[str, dict], options: dict[str, dict], also: dict[str, str], everything: bool
-) -> str:
-    """Return the help of the fields of all tasks and of the task's options, by their JSON schemas.
-
-    `also`: further flags and their help. Without `everything`, fields that few runs set are only named."""
+    `also`: further flags and their help. Without `--help all` in `argv`, fields that few runs set are only named."""
     program = Path(sys.argv[0]).name
+    core = {name: field for name, field in schema["properties"].items() if field}
+    tasks = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
+    everything = "--help=all" in argv or ("--help", "all") in pairwise(argv)
     seldom = [n for n, field in core.items() if n in SELDOM.split() or ("x-add-on" in field and n not in OFTEN)]
     hidden = [] if everything else seldom
     parser = argparse.ArgumentParser(
@@ -81,7 +77,7 @@ def format_help(
     for name, text in also.items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
     groups: dict[str, Any] = {}  # the fields of an add-on stand in a group of the core's
-    for fields, heading in ((core, "run"), (options, f"task {task}")):
+    for fields, heading in ((core, "run"), (tasks[task], f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
             if name in hidden:
@@ -139,14 +135,3 @@ def _options_if_task(task: str, fields: dict[str, dict], default: str) -> dict:
     if task != default:  # the default task needs no name
         condition["required"] = ["task"]
     return {"if": condition, "then": {"properties": fields}}
-
-
-def fields_in(schema: dict) -> tuple[dict[str, dict], dict[str, dict[str, dict]]]:
-    """Return (the fields of all tasks, the options of each task) in the JSON schema of the run file."""
-    options = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
-    return {name: field for name, field in schema["properties"].items() if field}, options
-
-
-def to_json(schema: dict) -> str:
-    """Return the text of configs/schema.json."""
-    return json.dumps(schema, indent=1, ensure_ascii=False)

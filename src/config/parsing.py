@@ -4,6 +4,7 @@ Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -121,9 +122,8 @@ def parse(
         from src.config import help_text
 
         schema = help_text.run_file_schema(tasks)
-        core, options = help_text.fields_in(schema)
-        text = help_text.format_help(task, core, options[task], also or {}, help_text.asks_for_all(argv))
-        print(help_text.to_json(schema) if "schema" in flag_names(argv) else text)
+        is_schema, text = "schema" in flag_names(argv), help_text.format_help(schema, task, also or {}, argv)
+        print(json.dumps(schema, indent=1, ensure_ascii=False) if is_schema else text)
         sys.exit(0)
 
     options_type = tasks[task]()

@@ -17,7 +17,7 @@ from src.data.prepared_split import STATS, Split, data_notes, format_stats, task
 from src.data.sources import Source, fetch_source, find_sources
 from src.runtime import console
 from src.runtime.exit_codes import run_main
-from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.cache_folder import cache_root
 from src.tasks import OPTIONS, Task, make_task
 
 if TYPE_CHECKING:
@@ -34,19 +34,17 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     if "train" in wanted:
         for check_task in functions_of_addons(cfg, "check_task"):
             check_task(cfg, task)
-    work = SharedWork(cache_root(cfg))
     try:
-        return _load_splits(cfg, task, work, wanted)
+        return _load_splits(cfg, task, wanted)
     except OSError as error:
-        if not is_unwritable(error, work.root):
+        root = cache_root(cfg)
+        if not is_unwritable(error, root):
             raise
-        text = (
-            f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
-        )
+        text = f"cache_dir: {root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
         raise UsageError(text) from error
 
 
-def _load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted: tuple[str, ...]) -> dict:
+def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
     import datasets
 
     console.reroute()
@@ -58,11 +56,11 @@ def _load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted: tuple[str
     open_ = function_of_addon(cfg, "open_source", open_source)
     by_split: dict[str, dict[str, Source]] = {split: find(cfg, split) for split in wanted}
     for split, sources in by_split.items():
-        by_split[split] = {name: fetch(source, cfg, work) for name, source in sources.items()}
+        by_split[split] = {name: fetch(source, cfg) for name, source in sources.items()}
 
     splits = {}
     for split, sources in by_split.items():
-        parts = {name: open_(cfg, task, source, work) for name, source in sources.items()}
+        parts = {name: open_(cfg, task, source) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:
             splits[split] = _join(cfg, split, parts)
@@ -73,15 +71,15 @@ def _load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted: tuple[str
     return splits
 
 
-def open_source(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Split | None:
+def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
     """Return the prepared rows of a source, or None if a dataset given by name has no such split."""
-    folder = prepare_rows(cfg, task, source, work)
+    folder = prepare_rows(cfg, task, source)
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
         return None
     split = Split(folder, stats)
     for after_preparation in functions_of_addons(cfg, "after_preparation"):
-        after_preparation(cfg, task, source, split, work)
+        after_preparation(cfg, task, source, split)
     task.on_prepared(split.features())
     return split
 

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
 from src.runtime import console, private_apis
 from src.storage import atomic_folder, verify_hashes
-from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.cache_folder import cache_root, run_once
 from src.tasks import Task, base
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ TEXT = Path(__file__).parents[1] / "text"
 CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "csv_reader.py", "prepared_split.py")
 
 
-def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
+def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
     """Return the folder of a source's prepared rows. If it is missing, one process prepares them; the others wait."""
     folder = cache_root(cfg) / "prepared" / cache_key(task, source)
 
     def prepare() -> None:
-        of_host = folder.with_name(f"{folder.name}.{work.host}")  # where locks reach no other host, each prepares
+        of_host = folder.with_name(f"{folder.name}.{gethostname()}")  # where locks reach no other host, each prepares
         if not of_host.exists():  # else an earlier start was killed before the rename
             atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
         try:
@@ -62,7 +63,7 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
                 raise
             shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
 
-    work.run_once(folder, prepare, f"preparing {source.split} data")
+    run_once(folder, prepare, f"preparing {source.split} data")
     sizes = {name: entry["size"] for name, entry in verify_hashes.read_manifest(folder).get("files", {}).items()}
     for name, size in (sizes or {verify_hashes.MANIFEST: None}).items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:

@@ -22,7 +22,7 @@ from src.config.errors import UsageError, warn
 from src.config.paths import locate, plain_data
 from src.config.schema import RunConfig
 from src.storage import http_files, hub
-from src.storage.cache_folder import SharedWork, cache_root, sample_folder
+from src.storage.cache_folder import cache_root, sample_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -150,19 +150,19 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     return replace(source, revision=fields.get("dataset_revision"))
 
 
-def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
+def fetch_source(source: Source, cfg: RunConfig) -> Source:
     """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
     root = cache_root(cfg)
     if not source.builder:
-        return source if source.files else at_commit(source, root, work)
-    local = {url: http_files.fetch_file(url, source.field, root, work) for url in source.files if "://" in url}
+        return source if source.files else at_commit(source, root)
+    local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
     files = tuple(local.get(file, file) for file in source.files)
     fetched = replace(source, files=files, origins={file: url for url, file in local.items()})
     return _drop_empty_files(fetched) if local else source
 
 
-def at_commit(source: Source, root: Path, work: SharedWork) -> Source:
-    return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root, work))
+def at_commit(source: Source, root: Path) -> Source:
+    return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root))
 
 
 # ---- local files -----------------------------------------------------------------------------------------------------

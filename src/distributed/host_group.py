@@ -4,6 +4,7 @@ Tests: tests/training/test_step.py, tests/distributed/ and tests/addons/backends
 """
 
 import faulthandler
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ import torch.distributed as dist
 
 from src.config.errors import Failure, Stopped, UsageError, warn
 from src.config.paths import REPOSITORY
-from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -120,7 +120,7 @@ class HangReport:
 
 def waiting_place() -> str:
     """Return "FUNCTION (FILE:LINE)" of this project that the main thread is in, and the line of train.py that called it."""
-    lines, frame = [], private_apis.frame_of_thread(threading.main_thread())
+    lines, frame = [], sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY) and ".venv" not in path.parts:

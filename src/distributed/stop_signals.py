@@ -127,7 +127,7 @@ class StopSignals:
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
 
     def _poll(self) -> None:
-        if not run_status.keep_lock(self.folder):  # first, because the files below could be those of another run
+        if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"

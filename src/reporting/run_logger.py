@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,16 +20,14 @@ from src.data.batch_plan import LOW
 from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.environment import topology, write_environment
 from src.reporting.run_plan import plan_table, run_notes
-from src.reporting.utilization import GpuUse, StepProfiler
+from src.reporting.trackers import Trackers
+from src.reporting.utilization import GpuUse, step_profiler
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.training.meter import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
-
-if TYPE_CHECKING:
-    from src.reporting.trackers import Trackers
 
 
 class RunLogger:
@@ -45,7 +42,7 @@ class RunLogger:
         self.gpu_use = GpuUse(run)
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
-        self.profiler: StepProfiler | None = None
+        self.profiler: torch.profiler.profile | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
         self.is_first_step = True  # of this process
         try:
@@ -87,11 +84,9 @@ class RunLogger:
         jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, self.state))
         self.ledger = Ledger(run.cfg, run.datasets["train"], step)
         run.files += [self.metrics, self.ledger]
-        self.profiler = StepProfiler(run.cfg, step)
+        self.profiler = step_profiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.backend.accelerator.log_with:
-            from src.reporting.trackers import Trackers
-
             self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
 
     def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
@@ -103,7 +98,7 @@ class RunLogger:
         if self.ledger:
             self.ledger.add_step(self.state.step, totals.examples, totals.hash_low, totals.hash_high)
         if self.profiler:
-            self.profiler.end_of(self.state.step)
+            self.profiler.step()
 
     def train_line(self) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
@@ -138,7 +133,7 @@ class RunLogger:
         if not self.is_main:
             return
         if self.profiler:
-            self.profiler.finish()
+            self.profiler.stop()
         self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")
         for kind, line in self.last.items():
             names = ["step", "loss"] if kind == "train" else [name for name in line if name != "kind"]

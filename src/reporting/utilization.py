@@ -3,6 +3,7 @@
 Tests: tests/reporting/test_utilization.py.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,32 +68,26 @@ class GpuUse:
         return values
 
 
-class StepProfiler:
-    """Profiles the steps of `profile_steps` on this process; a run that begins between them profiles the rest."""
+def step_profiler(cfg: RunConfig, step: int) -> torch.profiler.profile | None:
+    """Return the profiler of `profile_steps`, begun after `step`: its `step` ends a step, its `stop` the profile.
 
-    def __init__(self, cfg: RunConfig, step: int):
-        self.first, self.last = cfg.profile_steps or (0, 0)
-        self.file = Path(cfg.output_dir, "profile", f"steps_{self.first}_to_{self.last}.txt")
-        self.profile: torch.profiler.profile | None = None
-        self.end_of(step)
+    At the end of the profile, which waits for the device, it writes a table of the operations, and beside it a trace for
+    ui.perfetto.dev. A run that begins between the steps profiles the rest. Return None if no step is left."""
+    first, last = cfg.profile_steps or (0, 0)
+    if step >= last:
+        return None
+    file = Path(cfg.output_dir, "profile", f"steps_{first}_to_{last}.txt")
+    wait = max(0, first - 1 - step)
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=last - step - wait, repeat=1),
+        on_trace_ready=partial(call_or_warn, "the profile", _write_profile, file),
+    )
+    profiler.start()
+    return profiler
 
-    def end_of(self, step: int) -> None:
-        """Begin or end the profile after `step`; only its end waits for the device."""
-        if self.first - 1 <= step < self.last and self.profile is None:
-            self.profile = torch.profiler.profile()
-            self.profile.start()
-        elif step == self.last:
-            self.finish()
 
-    def finish(self) -> None:
-        """If a profile has begun, write a table of its operations, and beside it a trace for ui.perfetto.dev."""
-        if self.profile is not None:
-            call_or_warn("the profile", self._write, self.profile)
-        self.profile = None
-
-    def _write(self, profile: torch.profiler.profile) -> None:
-        profile.stop()
-        self.file.parent.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(self.file.with_suffix(".json.gz")))
-        column = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        self.file.write_text(profile.key_averages().table(sort_by=column, row_limit=40))
+def _write_profile(file: Path, profile: torch.profiler.profile) -> None:
+    file.parent.mkdir(exist_ok=True)
+    profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
+    column = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    file.write_text(profile.key_averages().table(sort_by=column, row_limit=40))

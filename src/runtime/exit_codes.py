@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from filelock import FileLock
 
 from src.config.errors import Failure, Stopped, UsageError
-from src.config.redact import redact, redact_all
+from src.config.redact import redact
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import jsonl
@@ -81,9 +81,9 @@ def exit_process(code: int, seconds: float | None = None) -> NoReturn:
 
 def run_main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`. On any error, print it and exit at once, so that no other rank waits for this one."""
-    argv = _prepare()
+    _prepare_output()
     try:
-        work(argv)
+        work(sys.argv[1:])
         if not run_exit_hooks():  # what blocks this hook could also block the normal exit of Python
             exit_process(0)
     except BaseException as error:
@@ -92,16 +92,13 @@ def run_main(work: Callable[[list[str]], None]) -> None:
         _end(error)
 
 
-def _prepare() -> list[str]:
-    """Set up console and redaction; return the arguments. Redact `sys.argv`, because trackers upload it."""
+def _prepare_output() -> None:
+    """Set up console and redaction."""
     console.prepare()
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
         stream.write, stream.flush = _redacting(stream.write), _redacting(stream.flush)
-    argv = sys.argv[1:]
-    sys.argv[1:] = redact_all(argv)
-    return argv
 
 
 def _redacting(original: Callable) -> Callable:

@@ -5,11 +5,8 @@ checks that no other file of src/ uses private names.
 """
 
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -202,14 +199,6 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
     Test: tests/data/test_bad_rows.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
-
-
-# ---- Python 3.11 to 3.13 ---------------------------------------------------------------------------------------------
-
-
-def frame_of_thread(thread: threading.Thread) -> FrameType | None:
-    """Return the frame that another thread executes now. Test: tests/distributed/test_hang_report.py."""
-    return sys._current_frames().get(thread.ident or 0)
 
 
 # ---- concurrent.futures of Python 3.11 to 3.13 -----------------------------------------------------------------------

@@ -77,20 +77,12 @@ def _check_links(folder: Path) -> None:
             raise UsageError(f"output_dir: {file} is a symbolic link to {os.readlink(file)}: replace it by that file")
 
 
-def keep_lock(folder: Path) -> bool:
-    """Lock the folder again if the lock file of this process was deleted. Return False if another process was faster."""
-    lock, file = _locks.get(folder.absolute()), _lock_file(folder)
+def has_lost_lock(folder: Path) -> bool:
+    """Return True if a new run has begun in the place of this one, whose folder was deleted."""
+    lock = _locks.get(folder.absolute())
     with suppress(OSError):  # deleted, or the file system does not answer
-        if lock is None or os.path.samestat(lock[1], os.stat(file)):
-            return True
-    with suppress(OSError):
-        if file.parent.is_dir():  # FileLock would create it, in the way of a new run
-            try:
-                _lock(folder, 0)
-            except Timeout:
-                return False
-            warn(f"{file} was deleted: the run folder is locked again", any_rank=True)
-    return True
+        return lock is not None and not os.path.samestat(lock[1], os.stat(_lock_file(folder)))
+    return False
 
 
 def _lock(folder: Path, timeout: float) -> None:

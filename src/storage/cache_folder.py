@@ -14,12 +14,12 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from src.config.errors import warn
 from src.config.paths import REPOSITORY
@@ -32,54 +32,43 @@ DAY = 24 * 3600  # after which the results of a launch are removed
 START_SPREAD = 20.0  # seconds within which the processes of a launch start
 
 
-class SharedWork:
-    """Runner of tasks for all processes that share the folder `root`.
+def run_once(target: Path, make: Callable[[], None], what: str) -> None:
+    """Call `make()`, which creates `target` atomically, in one process. Return when `target` exists.
 
-    A task is identified by the file that it publishes. If a task fails, its process raises the error, and the next
-    process tries it: the launcher ends the other ranks, or they meet the same error.
-    """
+    If `make` fails, its process raises the error, and the next process tries it: the launcher ends the other ranks, or
+    they meet the same error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        with exclusive(target, what):
+            if not target.exists():
+                make()
 
-    def __init__(self, root: str | Path):
-        self.root = Path(root)
-        self.host = socket.gethostname()
 
-    def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
-        """Call `make()`, which creates `target` atomically, in one process. Return when `target` exists."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            with self.exclusive(target, what):
-                if not target.exists():
-                    make()
+def compute_once(root: Path, key: str, compute: Callable[[], dict], what: str) -> dict:
+    """Call `compute()` in one process of this launch. Return its result, a JSON object, in all that share `root`."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return compute()
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    result = root / "launches" / _launch_name() / f"{name}.json"
+    with suppress(FileNotFoundError):
+        if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
+            result.unlink()
+    run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
+    for launch in (root / "launches").iterdir():
+        with suppress(OSError):
+            if STARTED - launch.stat().st_mtime > DAY:
+                shutil.rmtree(launch, ignore_errors=True)
+    return json.loads(result.read_text())
 
-    def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
-        """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            return compute()
-        name = hashlib.sha256(key.encode()).hexdigest()[:32]
-        result = self.root / "launches" / _launch_name() / f"{name}.json"
-        with suppress(FileNotFoundError):
-            if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
-                result.unlink()
-        self.run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
-        for launch in (self.root / "launches").iterdir():
-            with suppress(OSError):
-                if STARTED - launch.stat().st_mtime > DAY:
-                    shutil.rmtree(launch, ignore_errors=True)
-        return json.loads(result.read_text())
 
-    @contextmanager
-    def exclusive(self, target: Path, what: str) -> Iterator[None]:
-        """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
-        lock = FileLock(f"{target}.lock")
-        try:
-            lock.acquire(timeout=NOTICE_AFTER)
-        except Timeout:
-            warn(f"waiting for another process: {what}")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+def exclusive(target: Path, what: str) -> AcquireReturnProxy:
+    """Take the lock of `target` for a `with` block: no process of any launch can work on it in the meantime."""
+    lock = FileLock(f"{target}.lock")
+    try:
+        return lock.acquire(timeout=NOTICE_AFTER)
+    except Timeout:
+        warn(f"waiting for another process: {what}")
+        return lock.acquire()
 
 
 def _launch_name() -> str:
@@ -103,16 +92,11 @@ def cache_root(cfg: RunConfig) -> Path:
     return root / f"node_{socket.gethostname()}" if cfg.cache_per_node else root
 
 
-def sample_names() -> list[str]:
-    """Return the names of the files of samples/."""
-    return sorted(path.stem for path in (REPOSITORY / "samples").glob("[a-z]*.py"))
-
-
 def sample_folder(name: str, cache: Path) -> str | None:
     """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
 
     Its name holds a hash of the code that makes it, so changed code, or another checkout, has rows of its own."""
-    if name not in sample_names():
+    if name not in {path.stem for path in (REPOSITORY / "samples").glob("[a-z]*.py")}:
         return None
     sample = import_module(f"samples.{name}")
     code = b"".join(path.read_bytes() for path in sorted((REPOSITORY / "samples").glob("_*.py")))
@@ -127,7 +111,7 @@ def sample_folder(name: str, cache: Path) -> str | None:
         sample.make(temporary)
         temporary.rename(target)
 
-    SharedWork(cache).run_once(target, make, f"building the sample dataset {name}")
+    run_once(target, make, f"building the sample dataset {name}")
     return str(target)
 
 

@@ -17,8 +17,8 @@ from urllib.parse import urlparse
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder, jsonl
-from src.storage.cache_folder import SharedWork
-from src.storage.hub import fetch_once, is_offline, reuse
+from src.storage.cache_folder import exclusive
+from src.storage.hub import fetch_once, is_offline
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout
@@ -38,17 +38,17 @@ def server_version(file: str) -> list | None:
     return [folder.name, record["bytes"], record["etag"] or record["modified"] or os.stat(file).st_mtime_ns]
 
 
-def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
+def fetch_file(url: str, field: str, root: Path) -> str:
     """Return the path of the local copy of `url`. One process downloads it unless the copy is complete and current."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
     what = f"downloading {url}"
 
     def fetch() -> dict:
         folder.mkdir(parents=True, exist_ok=True)
-        with work.exclusive(folder / RECORD, what):  # another launch may download the same file
+        with exclusive(folder / RECORD, what):  # another launch may download the same file
             return _fetch(url, field, folder)
 
-    return str(folder / fetch_once(url, fetch, work, what)["file"])
+    return str(folder / fetch_once(url, fetch, root, what)["file"])
 
 
 def _fetch(url: str, field: str, folder: Path) -> dict:
@@ -63,7 +63,11 @@ def _fetch(url: str, field: str, folder: Path) -> dict:
             return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except OSError as error:
             failure = error
-    return reuse(record, f"{field}: {url}", failure)
+    if not record:
+        raise UsageError(f"{field}: {url}: not fetched: {one_line(failure, 400)}") from failure
+    if not is_offline():
+        warn(f"{field}: {url}: no answer ({one_line(failure)}): using the version fetched earlier", any_rank=True)
+    return record
 
 
 def _is_current(record: dict, version: dict) -> bool:

@@ -66,13 +66,13 @@ class JsonlWriter:
             warn(f"{self.path} cannot be written ({error.strerror}): {len(self.waiting)} lines are kept for later")
 
 
-def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
-    """Return the JSON objects that have a `step` and all required keys; skip unreadable lines."""
+def read_lines(path: Path) -> list[dict]:
+    """Return the JSON objects that have a `step`; skip unreadable lines."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError):
             lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and line.keys() >= {"step", *required}]
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:

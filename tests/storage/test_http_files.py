@@ -9,7 +9,6 @@ import pytest
 from src.config.errors import UsageError
 from src.storage import http_files
 from src.storage import hub as hub_module
-from src.storage.cache_folder import SharedWork
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
 
@@ -32,7 +31,7 @@ def gets(hub, name: str, since: int = 0) -> list[int]:
 
 
 def content_of(url: str, cache: Path) -> bytes:
-    return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
+    return Path(http_files.fetch_file(url, "train_file", cache)).read_bytes()
 
 
 @pytest.fixture
@@ -177,7 +176,7 @@ def test_ranks_download_each_file_once(hub, tmp_path):
 
 def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
     def every_rank_asks():
-        http_files.fetch_once = lambda key, fetch, work, what: fetch()
+        http_files.fetch_once = lambda key, fetch, root, what: fetch()
 
     url, before = serve(hub, "multiplied.jsonl", b"rows"), len(hub.requests)
     kit.spawn(3, fetch_in_process, hub.environment(), url, tmp_path / "cache", every_rank_asks, out=tmp_path / "out")

@@ -109,7 +109,7 @@ def trained(served, tmp_path_factory):
 
 
 def every_rank_asks():
-    hub_module.fetch_once = lambda key, fetch, work, what: hub_module.records.setdefault(key, fetch())
+    hub_module.fetch_once = lambda key, fetch, root, what: hub_module.records.setdefault(key, fetch())
 
 
 def looked_up(requests: list) -> int:
@@ -140,7 +140,7 @@ def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):
     put_data(hub, 4)
     try:
         moved = hub.sha(hub.folder / "datasets/org/ds")
-        train(trained.environment, tmp_path, recipe(tmp_path, "moved"))
+        train(hub.environment(tmp_path), tmp_path, recipe(tmp_path, "moved"))  # another HF_HOME
         assert commits(tmp_path / "moved") == {"model": new.model, "dataset": moved}
     finally:
         put_data(hub, 8)

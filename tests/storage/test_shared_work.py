@@ -3,10 +3,11 @@
 import functools
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from src.storage import atomic_folder, cache_folder
-from src.storage.cache_folder import SharedWork
+from src.storage.cache_folder import compute_once, run_once
 from tests.helpers import kit
 
 PIECES = 12
@@ -26,7 +27,6 @@ def made(folder: Path) -> list[int]:
 def share_pieces(folder: Path, before=lambda i: None) -> list[str]:
     """Make what no other process makes; return the content of all pieces."""
     targets = [folder / "pieces" / f"{i}.txt" for i in range(PIECES)]
-    work = SharedWork(folder / "cache")
 
     def make(i: int) -> None:
         before(i)
@@ -35,7 +35,7 @@ def share_pieces(folder: Path, before=lambda i: None) -> list[str]:
         note(folder, i)
 
     for i, target in enumerate(targets):
-        work.run_once(target, functools.partial(make, i), "pieces")
+        run_once(target, functools.partial(make, i), "pieces")
     return [target.read_text() for target in targets]
 
 
@@ -53,10 +53,7 @@ class NoLock:
         pass
 
     def acquire(self, timeout=None):
-        pass
-
-    def release(self):
-        pass
+        return nullcontext()
 
 
 # ---- each task once --------------------------------------------------------------------------------------------------
@@ -98,8 +95,8 @@ def test_one_process_of_a_launch_looks_up(tmp_path, monkeypatch):
     """The next launch looks up again, and the result of an earlier launch with the same name is not used."""
     for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    results = [SharedWork(tmp_path).compute_once("main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
+    results = [compute_once(tmp_path, "main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
     assert results == [{"commit": 0}] * 2
     (file,) = (tmp_path / "launches").glob("*/*.json")
     os.utime(file, (cache_folder.STARTED - 100, cache_folder.STARTED - 100))
-    assert SharedWork(tmp_path).compute_once("main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}
+    assert compute_once(tmp_path, "main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}

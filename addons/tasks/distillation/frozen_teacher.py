@@ -5,13 +5,12 @@ and tests/addons/tasks/test_preference.py.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.addons import without_addons
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
@@ -21,7 +20,7 @@ from src.models.config_and_tokenizer import check_fit, load_tokenizer, pretraine
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.runtime import private_apis
 from src.storage import hub
-from src.storage.cache_folder import SharedWork, cache_root
+from src.storage.cache_folder import cache_root, compute_once
 from src.storage.verify_hashes import hash_file
 from src.tasks import causal_lm
 
@@ -180,7 +179,8 @@ class FrozenModel:
         from transformers import AutoModelForCausalLM
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
-        cfg = replace(without_addons(self.cfg), model_name_or_path=None)
+        cfg = RunConfig(**{field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)})
+        cfg = replace(cfg, model_name_or_path=None)
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 
@@ -196,4 +196,4 @@ def _hash_of_weights(cfg: RunConfig, folder: Path) -> str:
         return {"hash": HASH + xxhash.xxh3_128_hexdigest(hashes.encode())}
 
     key = repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    return SharedWork(cache_root(cfg)).compute_once(key, compute, f"reading the weights in {folder}")["hash"]
+    return compute_once(cache_root(cfg), key, compute, f"reading the weights in {folder}")["hash"]
