@@ -154,12 +154,12 @@ def worker_options(cfg: RunConfig, workers: int) -> dict:
     return {
         "num_workers": workers,
         "prefetch_factor": 4,
-        "worker_init_fn": _init_worker,
+        "worker_init_fn": init_worker,
         "timeout": cfg.dataloader_timeout,
     }
 
 
-def _init_worker(*_) -> None:
+def init_worker(*_) -> None:
     """Make a dataloader worker ignore stop signals, die with its rank, and use one thread."""
     ignore_signals()
     end_with_parent()

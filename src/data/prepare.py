@@ -9,30 +9,27 @@ import json
 import os
 import pickle
 import shutil
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 import xxhash
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
+from src.data.data_loader import init_worker
 from src.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
-from src.distributed.stop_signals import end_with_parent
-from src.runtime import console, private_apis
+from src.runtime import console
 from src.storage import atomic_folder, verify_hashes
 from src.storage.cache_folder import cache_root, run_once
 from src.tasks import Task, base
@@ -191,40 +188,29 @@ def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+class Results(torch.utils.data.Dataset):
+    """Dataset of the results of a function: a worker of a DataLoader computes that of each item."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function = function
+
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self.function(item)
+        except (UsageError, Failure, OSError) as error:  # if it was raised, the DataLoader would change its message
+            return error
+
+
 def in_processes(processes: int, function: Callable[[Any], Any], items: list) -> Generator:
     """Yield `function(item)` of each item, in order, computed in up to `processes` forked processes."""
     processes = min(processes, len(items))
     if processes < 2:
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(processes, get_context("fork"), _begin_process, (function,)) as pool:
-        waiting: deque[Future] = deque()  # few: results hold rows, and may come faster than they are written
-        try:
-            for item in items:
-                waiting.append(pool.submit(_call, item))
-                if len(waiting) > 2 * processes:
-                    yield _result(pool, waiting.popleft())
-            while waiting:
-                yield _result(pool, waiting.popleft())
-        except BrokenProcessPool:
-            raise Failure("a process that prepares data died, perhaps because host memory was full") from None
-
-
-def _result(pool: ProcessPoolExecutor, future: Future) -> Any:
-    while not wait([future], 1.0).done:
-        private_apis.end_broken_pool(pool)
-    return future.result()
-
-
-_inherited: list[Callable[[Any], Any]] = []  # the function of a child process
-
-
-def _begin_process(function: Callable[[Any], Any]) -> None:
-    """Keep the function, which is inherited, not pickled. End with the parent, whose file lock this process holds, too."""
-    _inherited.append(function)
-    end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of a tokenizer do not survive a fork
-
-
-def _call(item: Any) -> Any:
-    return _inherited[-1](item)
+    options = {"worker_init_fn": init_worker, "collate_fn": lambda result: result, "multiprocessing_context": "fork"}
+    for result in torch.utils.data.DataLoader(
+        Results(function), batch_size=None, sampler=items, num_workers=processes, **options
+    ):
+        if isinstance(result, Exception):
+            raise result
+        yield result

@@ -199,18 +199,3 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
     Test: tests/data/test_bad_rows.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
-
-
-# ---- concurrent.futures of Python 3.11 to 3.13 -----------------------------------------------------------------------
-
-
-def end_broken_pool(pool: Any) -> None:
-    """End a ProcessPoolExecutor of which a process has died; do nothing while all of them run.
-
-    The executor does so itself, except if the process died while it sent a result: then it waits for the rest of it.
-    Test: tests/data/test_prepare.py."""
-    processes = list((pool._processes or {}).values())
-    if any(process.exitcode is not None for process in processes):
-        for process in processes:
-            process.kill()
-        pool._result_queue._writer.close()  # the last writer, so reading ends
