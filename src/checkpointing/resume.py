@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from src.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_run_id, read_state, step_of
+from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
@@ -65,12 +66,8 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
         checkpoint, notes = find_checkpoint(cfg, task.options, current)
         size = cfg.per_device_batch_size
         if checkpoint is None:
-            size, weights = None if size == "auto" else size, None
-            if cfg.init_from:
-                from src.checkpointing.locate_weights import init_weights
-
-                weights = init_weights(cfg)
-            return Start(None, notes, weights, size, uuid.uuid4().hex, False, current)
+            size = None if size == "auto" else size
+            return Start(None, notes, init_weights(cfg), size, uuid.uuid4().hex, False, current)
         size = read_state(checkpoint)["config"]["per_device_batch_size"] if size == "auto" else size
         is_same_run = belongs(checkpoint, folder)
         run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex

@@ -38,10 +38,6 @@ class FSDP2(Backend):
         if low := LOW_PRECISION.get(accelerator.mixed_precision):
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
-            if cfg.dtype == "bfloat16":
-                raise UsageError(
-                    "dtype is bfloat16, but FSDP2 keeps float32 weights for mixed_precision: set mixed_precision: 'no'"
-                )
             # accelerate's own policy would reduce gradients, and return the loss, in 16 bits.
             policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
             accelerator.state.fsdp_plugin.mixed_precision_policy = policy
@@ -79,7 +75,7 @@ class FSDP2(Backend):
         return model
 
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
+        """Return (sharded module, its optimizer); raise an error if sharding untied weights or changed a dtype."""
         for parameter in model_with_loss.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 refuses other layouts
         if shared := layers_that_share(model_with_loss):  # torch refuses a parameter of two units, at the first step
@@ -98,7 +94,10 @@ class FSDP2(Backend):
             )
         trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
         if changed := [name for name, p in trainable if p.dtype not in dtypes]:
-            raise Failure(f"sharding has changed the dtype of {len(changed)} parameters, for example {changed[0]}")
+            raise UsageError(
+                f"dtype is {self.cfg.dtype}, but FSDP2 keeps float32 weights for mixed_precision, as of {changed[0]}: set "
+                "mixed_precision: 'no'"
+            )
         # Otherwise ranks that use different parameters in a step would reduce different ones together: a wrong gradient,
         # or a crash. Now a parameter that a rank does not use has a zero gradient there.
         module.set_reduce_scatter_unused_params(True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from src.config.errors import UsageError, did_you_mean, warn
+from src.config.errors import UsageError, one_line, warn
 from src.config.schema import RunConfig
 from src.distributed import stop_signals
 from src.runtime import console, private_apis
@@ -37,7 +37,6 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     """Return the Accelerator; raise UsageError if its process group or precision is not the requested one."""
     stop_signals.check_launcher()
     console.reroute()
-    _check_trackers(cfg.report_to)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     sharding = [
         name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
@@ -46,6 +45,7 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
+    _check_trackers(accelerator, cfg.report_to)
     precision = accelerator.mixed_precision
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise UsageError("mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16")
@@ -69,13 +69,7 @@ def complete_mesh(world: int) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or copies * shards * tp == 1:
         return
     if shards == 1:
-        shards = world // (copies * tp)
-        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shards)
-    if shards < 2 or copies * shards * tp != world:  # accelerate would leave some processes out
-        raise UsageError(
-            f"dp_replicate_size {copies} × tp_size {tp} does not divide {world} processes into equal groups of at least "
-            f"two that shard the model (dp_shard_size {shards}): change these sizes or the number of processes"
-        )
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world // (copies * tp))
 
 
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
@@ -103,12 +97,15 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
         use_cpu = False
     if not sharding:  # accelerate (1.15) would give each float8 weight a new parameter, which no optimizer would train
         os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
-    return Accelerator(
-        cpu=use_cpu or not (torch.accelerator.is_available() or sharding),
-        kwargs_handlers=[ddp, group],
-        log_with=[name for name in cfg.report_to if name != "none"] or None,
-        project_dir=cfg.output_dir,
-    )
+    try:
+        return Accelerator(
+            cpu=use_cpu or not (torch.accelerator.is_available() or sharding),
+            kwargs_handlers=[ddp, group],
+            log_with=[name for name in cfg.report_to if name != "none"] or None,
+            project_dir=cfg.output_dir,
+        )
+    except ValueError as error:  # such as an unknown tracker, or sizes of a mesh that do not fit the processes
+        raise UsageError(f"accelerate refuses the accelerate file or report_to: {one_line(error)}") from error
 
 
 def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
@@ -145,19 +142,10 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
         )
 
 
-def _check_trackers(names: list[str]) -> None:
-    """Raise UsageError for a tracker that accelerate would skip because its package is missing."""
-    if not names:
-        return
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    from accelerate.utils import LoggerType
-
-    built_in = {str(name) for name in LoggerType}
-    usable = {*map(str, get_available_trackers()), *(set(LOGGER_TYPE_TO_CLASS) - built_in), "all", "none"}
-    for name in names:
-        if name not in usable:
-            hint = did_you_mean(name, LOGGER_TYPE_TO_CLASS)
-            raise UsageError(f"report_to: {name} is unknown to accelerate, or its package is not installed{hint}")
+def _check_trackers(accelerator: "Accelerator", names: list[str]) -> None:
+    """Raise UsageError for a tracker that accelerate skips silently because its package is missing."""
+    if missing := {*names} - {"all", "none", *map(str, accelerator.log_with)}:
+        raise UsageError(f"report_to: the package of {min(missing)} is not installed")
 
 
 def num_nodes() -> int:

@@ -214,12 +214,23 @@ def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_what_fsdp2_cannot_do_is_refused():
-    plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
+def test_fsdp1_is_refused():
+    plugin = SimpleNamespace(fsdp_version=1, cpu_ram_efficient_loading=True)
     group = {"parallelism_config": None, "process_index": 0, "num_processes": 2, "mixed_precision": "bf16"}
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **group)
-    with pytest.raises(UsageError, match="dtype is "):
-        FSDP2(accelerator, RunConfig(dtype="bfloat16"))
-    plugin.fsdp_version = 1
     with pytest.raises(UsageError, match="fsdp_version is 1"):
-        FSDP2(accelerator, RunConfig())
+        FSDP2(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **group), RunConfig())
+
+
+@pytest.mark.parametrize(
+    "name, world, keys, fields, text",
+    [
+        ("fsdp2", 2, {"mixed_precision": "bf16"}, {"dtype": "bfloat16"}, "dtype is bfloat16"),
+        ("hsdp", 2, {}, {}, "dp_shard_size"),
+        ("hsdp", 3, {}, {}, "dp_replicate_size"),
+    ],
+)
+def test_what_fsdp2_cannot_do_is_refused(files, tmp_path, name, world, keys, fields, text):
+    flags, env = [*short(files, **fields), "--output_dir", "run"], where(name, world, **keys)
+    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path, world=world, env=env)
+    assert codes == [2] * world, outputs
+    assert text in outputs[0].rstrip().splitlines()[-1]
