@@ -12,7 +12,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, Technique
 from addons.techniques._options import in_words, options_of, read_options
-from addons.techniques._weight_copies import assign
+from addons.techniques._weight_copies import assign, reshard
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
@@ -141,7 +141,7 @@ class TechniqueChain(Techniques):
                 continue
             of_average = raw
             if average:
-                with exchanged(run.backend, run.model, average):
+                with exchanged(run.model, average):
                     of_average = evaluate()
             if of_average is None:
                 return None
@@ -161,25 +161,25 @@ class TechniqueChain(Techniques):
             load(self.final, technique)
         weights = technique.average()
         if weights:
-            assign(named_tensors(self.run.backend, self.run.model), weights)
+            assign(named_tensors(self.run.model), weights)
         return bool(weights)
 
 
 @contextmanager
-def exchanged(backend: Backend, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+def exchanged(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, the parameters and buffers named in `weights` have these values; afterwards, bitwise their own again."""
-    named = named_tensors(backend, model)
+    named = named_tensors(model)
     before = {name: named[name].detach().clone() for name in weights}
     assign(named, weights)
     try:
         yield
     finally:
-        assign(named_tensors(backend, model), before)
+        assign(named_tensors(model), before)
 
 
-def named_tensors(backend: Backend, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, sharded if it is; tied ones appear once."""
-    backend.reshard(model)
+    reshard(model)
     return {plain_name(name): value for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import ComputeGradient, Technique
-from addons.techniques._weight_copies import TrainedTensors, assign
+from addons.techniques._weight_copies import TrainedTensors, assign, reshard
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
@@ -44,7 +44,7 @@ class ScheduleFree(Technique):
         self.highest_rate = 0.0
 
     def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
-        self.run.backend.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
+        reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)

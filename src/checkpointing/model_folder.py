@@ -78,10 +78,6 @@ def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> No
 
 def _set_dtype(path: Path, tensors: Tensors) -> None:
     """Set the dtype of the written weights in config.json; transformers writes the dtype of the model in memory."""
-    if not path.exists():
-        raise RuntimeError(
-            "save_pretrained of the model has written no config.json: `build` could not load this folder"
-        )
     dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values() if value.is_floating_point()}
     config = json.loads(path.read_text())
     if len(dtypes) == 1 and not dtypes & {config.get("dtype")}:

@@ -16,7 +16,6 @@ from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
-from src.distributed.backend_checks import check_only_tensors
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import run_status
@@ -43,7 +42,6 @@ class Start:
         """Restore optimizer, techniques, gradient scaler and meter of `run`; set and return its TrainState.
 
         The model has its weights already."""
-        check_only_tensors(run.task.saved(run.model.model))
         self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
         if self.checkpoint is not None:
             run.state = load_checkpoint(self.checkpoint, run, self.parts)

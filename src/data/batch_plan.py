@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from src.config.addons import function_of_addon
+from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
 
@@ -54,13 +54,10 @@ class StepSizes:
         return step / self.per_epoch
 
 
-def _plain_sizes(cfg: RunConfig, num_examples: int) -> StepSizes:
-    return StepSizes(num_examples, cfg.global_batch_size)
-
-
 def sizes_of_run(cfg: RunConfig, num_examples: int) -> StepSizes:
     """Return the sizes of the steps of a run with `num_examples` draws per epoch."""
-    return function_of_addon(cfg, "step_sizes", _plain_sizes)(cfg, num_examples)
+    of_addons = functions_of_addons(cfg, "step_sizes")
+    return of_addons[0](cfg, num_examples) if of_addons else StepSizes(num_examples, cfg.global_batch_size)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
 from src.config.errors import UsageError, is_unwritable
 from src.config.schema import RunConfig
+from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
 from src.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
 from src.data.sources import Source, fetch_source, find_sources
@@ -22,8 +23,6 @@ from src.tasks import OPTIONS, Task, make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from src.data.mixture import Mixture
 
 
 def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
@@ -84,12 +83,10 @@ def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
     return split
 
 
-def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> "Split | Mixture":
+def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixture:
     """Return the split itself without a mixture, else a Mixture of the sources."""
     if list(parts) == [""]:
         return parts[""]
-    from src.data.mixture import Mixture
-
     if split != "train":
         return Mixture(parts, training=False)
     by_source = cfg.mixture or {}

@@ -118,9 +118,6 @@ class Backend:
         # Without an optimizer, accelerate would neither shard the model nor move it to the device.
         return self.wrap(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
 
-    def reshard(self, module: torch.nn.Module) -> None:
-        """Free gathered weights: then the module names its shards, and the next forward pass gathers them again."""
-
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def forwards_per_rank(self, batch: list) -> list[float]:

@@ -127,13 +127,6 @@ class FSDP2(Backend):
         for module, name in persistent:
             module.register_buffer(name, getattr(module, name), persistent=True)
 
-    def reshard(self, module: torch.nn.Module) -> None:
-        """Free gathered weights. accelerate keeps those of the last layers gathered after a forward pass, so that a
-        second evaluation with other weights would use them."""
-        for part in module.modules():
-            if isinstance(part, torch.distributed.fsdp.FSDPModule):
-                part.reshard()
-
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -32,11 +32,6 @@ def gather_full(value: Any) -> torch.Tensor:
     return value.detach().full_tensor() if is_partial(value) else value
 
 
-def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, in the same memory; call it under no_grad."""
-    return value.to_local() if isinstance(value, torch.distributed.tensor.DTensor) else value
-
-
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm over all tensors, some of which may be DTensors: then this is a collective of one number.
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from addons.techniques import _chain
 from addons.techniques._chain import TechniqueChain
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
 from tests.addons.tasks import recipes
 from tests.checkpointing import recipe
@@ -79,7 +79,7 @@ def test_shards_are_averaged_evaluated_and_written(tiny, tmp_path, reshard):
 
 
 def test_mutant_that_keeps_gathered_weights_is_caught(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(FSDP2, "reshard", lambda self, module: None)
+    monkeypatch.setattr(_chain, "reshard", lambda model: None)
     with pytest.raises((AssertionError, KeyError)):
         check_final(kit.run_training(2, tmp_path / "run", *flags(tiny), env=SHARDED, units=1), 6, SHARDED, (2,))
 
