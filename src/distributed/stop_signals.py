@@ -21,7 +21,7 @@ import src
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.distributed.host_group import HangReport
-from src.runtime import run_status
+from src.runtime import exit_codes, run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
 
@@ -101,7 +101,8 @@ class StopSignals:
     def _handle(self, number: signal.Signals) -> None:
         now, name = time.monotonic(), _display_name(number)
         if not self.is_training:
-            self._record_early_stop(name)
+            if self.is_main and not another_rank_failed():
+                exit_codes.write_outcome(EXIT_STOPPED, f"Stopped by {name} before the first step.")
             _exit_early(number)
         if self.first_signal is None:
             self.first_signal = now
@@ -116,15 +117,6 @@ class StopSignals:
                     print(f"\n{text}", file=sys.stderr, flush=True)
         elif now - self.first_signal > COPY_SECONDS:
             _exit(128 + number, f"Stopped by a second {name} without saving.")
-
-    def _record_early_stop(self, name: str) -> None:
-        """Set the status in status.json to "stopped", if this launch has written that file."""
-        status = run_status.read_status(self.folder)
-        is_own = status.get("status") == "running" and status.get("launcher") == os.getppid()
-        if self.is_main and is_own and not another_rank_failed():
-            with suppress(OSError):
-                reason = f"Stopped by {name} before the first step."
-                run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
 
     def _poll(self) -> None:
         if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run

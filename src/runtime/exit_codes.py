@@ -126,7 +126,7 @@ def _end(error: BaseException) -> NoReturn:
         if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
             time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
         _tell_launcher(text)
-    _write_status(code, text)
+    write_outcome(code, text)
     print_once(printed)
     exit_process(code)
 
@@ -176,8 +176,10 @@ def another_rank_failed() -> bool:
     return any(file != own for file in own.parents[1].glob("*/error.json"))
 
 
-def _write_status(code: int, message: str) -> None:
-    """Write the outcome to status.json. The first failure counts: the errors of other ranks may follow from it."""
+def write_outcome(code: int, message: str) -> None:
+    """Write the outcome to status.json, if this process has a run folder.
+
+    The first failure counts: the errors of other ranks may follow from it."""
     if _run_folder is None:
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
