@@ -32,7 +32,7 @@ class Start:
     checkpoint: Path | None
     notes: list[str]  # messages for the user about the choice
     weights: Path | None  # the folder of the weights to begin with
-    batch_size: int | None  # per_device_batch_size, if it is known before a batch was tried
+    batch_size: int | None  # per_device_batch_size of the checkpoint, if it is `auto` in the run file
     run_id: str  # of the run that the checkpoint belongs to, or a new one
     is_same_run: bool  # False: a new run, perhaps from the checkpoint of another run
     identity: dict[str, Any]  # of data and model
@@ -62,13 +62,11 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
             for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current)
-        size = cfg.per_device_batch_size
         if checkpoint is None:
-            size = None if size == "auto" else size
-            return Start(None, notes, init_weights(cfg), size, uuid.uuid4().hex, False, current)
-        size = read_state(checkpoint)["config"]["per_device_batch_size"] if size == "auto" else size
-        is_same_run = belongs(checkpoint, folder)
-        run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
+            return Start(None, notes, init_weights(cfg), None, uuid.uuid4().hex, False, current)
+        state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
+        size = state["config"]["per_device_batch_size"] if cfg.per_device_batch_size == "auto" else None
+        run_id = state["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, size, run_id, is_same_run, current)
 
     return run_on_main(backend.accelerator, choose)
