@@ -37,9 +37,9 @@ def main(argv: list[str]) -> None:
     splits = prepare_datasets(cfg, task, wanted=("validation",))
     accelerator = init_accelerator(cfg)
     backend = make_backend(accelerator, cfg)
-    check_same_data(accelerator, splits)
+    check_same_data(splits)
     same_weights(accelerator, cfg.model_name_or_path)
-    locate_weights.warn_of_precision(cfg, accelerator)
+    locate_weights.warn_of_precision(cfg, accelerator.mixed_precision)
     score(cfg, task, splits["validation"], backend, step)
     shutdown(accelerator)
 

@@ -48,8 +48,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
-    signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
-    dataset.check_same_data(accelerator, datasets)
+    signals = stop_signals.StopSignals(accelerator.process_index, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/stop, …
+    dataset.check_same_data(datasets)
     backend = backends.make_backend(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 

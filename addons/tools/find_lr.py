@@ -95,7 +95,7 @@ def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
 
 def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     """Run the test on all ranks, and print its result on one."""
-    dataset.check_same_data(accelerator, datasets)
+    dataset.check_same_data(datasets)
     backend = backends.make_backend(accelerator, cfg)
     outcome = run_test(test, cfg, task, datasets["train"], backend)
     if accelerator.is_main_process:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full, is_partial
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 log = logging.getLogger("run")
 EXIT_WAIT = 60.0  # seconds that a process that ends waits for its write; a launcher may kill it sooner
@@ -212,15 +209,15 @@ def assign_tensors_to_ranks(tensors: dict[str, dict[str, Any]], world: int) -> d
 # ---- ranks that write a folder together on a shared disk -------------------------------------------------------------
 
 
-def check_shared_folder(accelerator: "Accelerator", hosts: HostGroup, folder: Path) -> None:
+def check_shared_folder(is_main: bool, hosts: HostGroup, folder: Path) -> None:
     """Raise UsageError on every rank if any rank does not see the main process's `folder`."""
     marker = folder / ".seen"
-    if accelerator.is_main_process:
+    if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         marker.write_text("")
     hosts.sum([0.0])  # a barrier
     missing = hosts.sum([float(not marker.exists())])[0]
-    if accelerator.is_main_process:
+    if is_main:
         marker.unlink()
     if missing:
         raise UsageError(

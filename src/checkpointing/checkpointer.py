@@ -56,7 +56,7 @@ class Checkpointer:
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
         if self.writer.world > 1:
-            check_shared_folder(self.accelerator, self.hosts, self.folder)
+            check_shared_folder(self.is_main, self.hosts, self.folder)
         if self.is_main and not due.complete():
             resume.archive_stale_outputs(self.folder, start)
 

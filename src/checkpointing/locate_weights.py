@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from src.checkpointing.checkpoint_folder import newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
@@ -20,9 +19,6 @@ from src.config.paths import REPOSITORY, locate, read_yaml
 from src.config.schema import RunConfig
 from src.storage import verify_hashes
 from src.tasks import OPTIONS
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
 
@@ -50,12 +46,12 @@ def locate_weights(name: str, field: str) -> Path:
     return weights
 
 
-def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
-    """Warn if a checkpoint or final model is evaluated in another mixed precision than it was trained in."""
+def warn_of_precision(cfg: RunConfig, precision: str) -> None:
+    """Warn if a checkpoint or final model is evaluated in another mixed precision (`precision`) than it was trained in."""
     trained = verify_hashes.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
-    if trained and trained != (now := accelerator.mixed_precision):
+    if trained and trained != precision:
         warn(
-            f"this model was trained with mixed_precision {trained} and is evaluated with {now}: the metrics differ from those "
+            f"this model was trained with mixed_precision {trained} and is evaluated with {precision}: the metrics differ from those "
             f"of train.py; launch with mixed_precision {trained} to get the same metrics"
         )
 

@@ -53,10 +53,10 @@ class Start:
 
 def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> Start:
     """Return the main process's choice on every rank, or raise its error on every rank."""
-    folder = Path(cfg.output_dir)
+    folder, accelerator = Path(cfg.output_dir), backend.accelerator
 
     def choose() -> Start:
-        current = identity(backend.accelerator, cfg, splits)
+        current = identity(accelerator.mixed_precision, accelerator.num_processes, cfg, splits)
         if folder.is_dir():
             run_status.lock_run_folder(folder)
             for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
@@ -69,7 +69,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
         run_id = state["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, size, run_id, is_same_run, current)
 
-    return run_on_main(backend.accelerator, choose)
+    return run_on_main(accelerator, choose)
 
 
 def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path | None, list[str]]:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -21,9 +21,6 @@ from src.models.config_and_tokenizer import pretrained_source
 from src.storage import jsonl, verify_hashes
 from src.training.schedules import make_schedule, total_steps
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run", "smoke")
@@ -31,9 +28,9 @@ LENGTH = {"max_steps", "num_train_epochs"}
 NAMES_OF_DATA = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split", "train_file", "mixture"}
 
 
-def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict[str, Any]:
+def identity(precision: str, processes: int, cfg: RunConfig, splits: dict) -> dict[str, Any]:
     """Return what decides a run's numbers besides its fields: contents of data and model, precision, processes."""
-    values = {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
+    values = {"mixed_precision": precision, "processes": processes}
     for part, split in (("data", "train"), ("validation", "validation")):
         stats = splits[split].stats if split in splits else {}
         values |= {f"{part}.{name}": stats[name] for name in DATA if name in stats}

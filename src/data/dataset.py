@@ -6,7 +6,6 @@ Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conf
 """
 
 import json
-from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
@@ -20,9 +19,6 @@ from src.runtime import console
 from src.runtime.exit_codes import run_main
 from src.storage.cache_folder import cache_root
 from src.tasks import OPTIONS, Task, make_task
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
@@ -121,10 +117,8 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
         )
 
 
-def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
+def check_same_data(splits: dict) -> None:
     """Raise UsageError on all ranks if a rank has other rows than rank 0, such as a node with other files."""
-    if accelerator.num_processes == 1:
-        return
     from accelerate.utils import gather_object
 
     per_rank = gather_object([{name: (split.stats["examples"], split.stats["rows"]) for name, split in splits.items()}])

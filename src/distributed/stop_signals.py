@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import src
 from src.config.errors import Stopped
@@ -24,9 +24,6 @@ from src.distributed.host_group import HangReport
 from src.runtime import exit_codes, run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores the end of the terminal
@@ -44,8 +41,8 @@ log = logging.getLogger("run")
 class StopSignals:
     """The requests of this rank. Before `begin`, a signal ends the process at once: there is nothing to save yet."""
 
-    def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
-        self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
+    def __init__(self, rank: int, cfg: RunConfig):
+        self.rank, self.is_main = rank, rank == 0
         self.folder = Path(cfg.output_dir)
         self.deadline = None if cfg.time_limit is None else PROCESS_START + 60 * cfg.time_limit
         self.has_launcher = _has_launcher()

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 from src.checkpointing import resume, run_identity
 from src.config import parsing, validation
@@ -39,8 +38,7 @@ def identity_of(argv: list) -> dict:
     cfg, options = parsing.parse([str(word) for word in argv], OPTIONS)
     validation.check(cfg, options)
     splits = dataset.prepare_datasets(cfg, make_task(cfg, options))
-    launch = SimpleNamespace(mixed_precision="no", num_processes=1)
-    return run_identity.identity(launch, cfg, splits)
+    return run_identity.identity("no", 1, cfg, splits)
 
 
 def find(folder: Path, argv: list, known: dict | None = None) -> tuple[Path | None, list[str]]:

@@ -140,9 +140,8 @@ def test_other_contents_are_refused_with_all_that_differs(tmp_path):
     for name, value in (("data.rows", "seven"), ("data.sample", "two"), ("data.tokenizer_files", "y")):
         keys = {"known": KNOWN | STREAM | {name: value}, "then": KNOWN | STREAM}
         assert f"{name}: {STREAM[name]} → {value})" in refusal(tmp_path, cfg, **keys)
-    launch, stats = SimpleNamespace(mixed_precision="no", num_processes=1), {"labels": ["a", "b"]}
-    splits = {"train": SimpleNamespace(stats=stats)}
-    assert run_identity.identity(launch, cfg, splits)["data.labels"] == ["a", "b"]
+    splits = {"train": SimpleNamespace(stats={"labels": ["a", "b"]})}
+    assert run_identity.identity("no", 1, cfg, splits)["data.labels"] == ["a", "b"]
 
 
 def test_harmless_contents_are_remarked(tmp_path):
@@ -213,5 +212,5 @@ def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):
     for folder in (straight[1].folder / "final", at_step(straight[1], 12)):
         cfg = RunConfig(model_name_or_path=str(folder))
         for precision in ("no", "bf16"):
-            locate_weights.warn_of_precision(cfg, SimpleNamespace(mixed_precision=precision))
+            locate_weights.warn_of_precision(cfg, precision)
             assert ("evaluated with" in capsys.readouterr().err) == (precision == "bf16")

@@ -68,7 +68,7 @@ def _check_folder(folders: list[Path]) -> str:
         is_main_process=rank == 0, process_index=rank, num_processes=world, parallelism_config=None
     )
     try:
-        async_writer.check_shared_folder(accelerator, HostGroup(accelerator, 20), folders[rank])
+        async_writer.check_shared_folder(rank == 0, HostGroup(accelerator, 20), folders[rank])
     except UsageError as error:
         return str(error)
     return ""
