@@ -21,7 +21,7 @@ from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
-from src.data.data_loader import Item, StepBatch, changed_plan, collate, worker_options
+from src.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
 from src.data.row_order import derive_seed, permute
 from src.tasks.base import Task
 
@@ -137,10 +137,7 @@ def _read_ahead(batches: torch.utils.data.IterableDataset, cfg: Any, pin_memory:
     workers = min(1, cfg.dataloader_num_workers)
     if not workers and not pin_memory:
         return iter(batches)
-    loader = torch.utils.data.DataLoader(
-        batches, batch_size=None, pin_memory=pin_memory, **worker_options(cfg, workers)
-    )
-    return iter(loader)
+    return open_loader(batches, cfg, workers, pin_memory)
 
 
 class _Pass(torch.utils.data.IterableDataset):

@@ -128,9 +128,7 @@ def read_batches(
     reader, workers = BatchReader(split, task, training), cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
         return read_ahead(reader, order)
-    options = worker_options(cfg, workers)
-    loader = torch.utils.data.DataLoader(reader, sampler=order, batch_size=None, pin_memory=pin_memory, **options)
-    return iter(loader)
+    return open_loader(reader, cfg, workers, pin_memory, order)
 
 
 def read_ahead(reader: BatchReader, order: Iterator[MicroBatch]) -> Iterator[Item]:
@@ -140,15 +138,12 @@ def read_ahead(reader: BatchReader, order: Iterator[MicroBatch]) -> Iterator[Ite
         yield from [reader[micro] for micro in micro_batches]
 
 
-def worker_options(cfg: RunConfig, workers: int) -> dict:
-    if not workers:
-        return {}
-    return {
-        "num_workers": workers,
-        "prefetch_factor": 4,
-        "worker_init_fn": init_worker,
-        "timeout": cfg.dataloader_timeout,
-    }
+def open_loader(dataset, cfg: RunConfig, workers: int, pin_memory: bool, order: Iterator | None = None) -> Iterator:
+    """Return the items of a dataset, read ahead by `workers` dataloader workers."""
+    options: dict = {"sampler": order, "batch_size": None, "num_workers": workers, "pin_memory": pin_memory}
+    if workers:
+        options |= {"prefetch_factor": 4, "worker_init_fn": init_worker, "timeout": cfg.dataloader_timeout}
+    return iter(torch.utils.data.DataLoader(dataset, **options))
 
 
 def init_worker(*_) -> None:
