@@ -168,9 +168,8 @@ class Checkpointer:
                 f"no checkpoint could be saved: {self.writer.reason or 'see the main process'} ({self.folder}). Free space or "
                 "repair the disk; the same command resumes from the last checkpoint that was saved"
             )
-        text = (
-            f"Stopped by {reasons} at step {self.state.step:,}. Saved to {self.folder}; run the same command to resume."
-        )
+        command = "the same command" + (" without resume: never" if self.cfg.resume == "never" else "")
+        text = f"Stopped by {reasons} at step {self.state.step:,}. Saved to {self.folder}; run {command} to resume."
         raise error or Stopped(text)
 
     def write_final(self) -> None:

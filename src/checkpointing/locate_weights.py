@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from src.checkpointing.checkpoint_folder import newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
@@ -23,9 +24,29 @@ from src.tasks import OPTIONS
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
 
 
-def init_weights(cfg: RunConfig) -> Path | None:
-    """Return the weights folder that `init_from` names, or None if it is not set."""
-    return locate_weights(cfg.init_from, "init_from") if cfg.init_from else None
+def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
+    """Return the weights folder that `init_from` names, or None if it is not set.
+
+    Raise UsageError if its classes are not those of `task`, in the same order; warn if its tokens are others."""
+    if not cfg.init_from:
+        return None
+    weights = locate_weights(cfg.init_from, "init_from")
+    names = read_yaml(weights / "config.json").get("id2label") or {}
+    there, here = [names[i] for i in sorted(names, key=int)], getattr(task, "labels", None)
+    if here and len(there) == len(here) and there != here:
+        raise UsageError(
+            f"init_from: {weights} has the classes {', '.join(there)}, but the data {', '.join(here)}: give the data these "
+            "classes in this order, as ClassLabels"
+        )
+    file, tokenizer = weights / "tokenizer.json", getattr(task, "tokenizer", None)
+    if tokenizer and file.exists():
+        from tokenizers import Tokenizer
+
+        if Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
+            warn(
+                f"init_from: {weights} was trained with other tokens than those of this run: give --tokenizer_name {weights}"
+            )
+    return weights
 
 
 def locate_weights(name: str, field: str) -> Path:

@@ -16,6 +16,7 @@ from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
+from src.distributed.backend_checks import check_only_tensors
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import run_status
@@ -42,6 +43,7 @@ class Start:
         """Restore optimizer, techniques, gradient scaler and meter of `run`; set and return its TrainState.
 
         The model has its weights already."""
+        check_only_tensors(run.task.saved(run.model.model))
         self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
         if self.checkpoint is not None:
             run.state = load_checkpoint(self.checkpoint, run, self.parts)
@@ -63,7 +65,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current)
         if checkpoint is None:
-            return Start(None, notes, init_weights(cfg), None, uuid.uuid4().hex, False, current)
+            return Start(None, notes, init_weights(cfg, task), None, uuid.uuid4().hex, False, current)
         state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
         size = state["config"]["per_device_batch_size"] if cfg.per_device_batch_size == "auto" else None
         run_id = state["run_id"] if is_same_run else uuid.uuid4().hex

@@ -42,7 +42,10 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
 
 
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for a layer that depends on the number of processes, or a parameter without an optimizer."""
+    """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
+    parameter without an optimizer."""
+    if backend.is_sharded:
+        check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and backend.accelerator.num_processes > 1:
             raise UsageError(
@@ -55,6 +58,15 @@ def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.opt
         raise UsageError(
             f"{_in_words(trainable)}: trainable, but in no parameter group of the optimizer: add it to one "
             "(`parameter_groups` in src/training/optimizers.py), or freeze it in `build`"
+        )
+
+
+def check_only_tensors(model: torch.nn.Module) -> None:
+    """Raise UsageError if a state dict holds something else than tensors, which can be neither sharded nor saved."""
+    if others := [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]:
+        raise UsageError(
+            f"{others[0]} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
+            "a buffer"
         )
 
 

@@ -54,7 +54,7 @@ class StopSignals:
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
         self.first_signal: float | None = None
-        self._receive_signals()
+        self.inbox, self.outbox = _receive_signals()
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     def begin(self) -> None:
@@ -76,15 +76,6 @@ class StopSignals:
         return float(self.reason is not None)
 
     # ---- in the background thread ------------------------------------------------------------------------------------
-
-    def _receive_signals(self) -> None:
-        """Let Python write the number of every signal to a socket that the background thread reads."""
-        self.inbox, self.outbox = socket.socketpair()
-        for end in (self.inbox, self.outbox):
-            end.setblocking(False)
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # Python writes only signals that have a handler
-        signal.set_wakeup_fd(self.outbox.fileno(), warn_on_full_buffer=False)
 
     def _listen(self) -> None:
         while True:
@@ -145,6 +136,30 @@ def exit_on_signal() -> None:
     """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save."""
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _exit_early(signal.Signals(number)))
+
+
+def exit_on_signal_while_waiting() -> None:
+    """As `exit_on_signal`, but by a thread, for no handler of Python runs while this process waits for other ranks."""
+
+    def wait(inbox: socket.socket, outbox: socket.socket) -> None:
+        inbox.setblocking(True)
+        while True:
+            for number in inbox.recv(64):
+                if number in SIGNALS:
+                    _exit_early(signal.Signals(number))
+
+    threading.Thread(target=wait, args=_receive_signals(), name="early signals", daemon=True).start()
+
+
+def _receive_signals() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets: Python writes the number of every signal to the second while it is open."""
+    inbox, outbox = socket.socketpair()
+    for end in (inbox, outbox):
+        end.setblocking(False)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)  # Python writes only signals that have a handler
+    signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+    return inbox, outbox
 
 
 def _exit_early(number: signal.Signals) -> NoReturn:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from src.storage import verify_hashes
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
+from tests.helpers.ranks import free_port
 from tests.helpers.stopping import begin, check_resumes, check_saved, check_stopped, recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -198,6 +200,19 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     assert not (tmp_path / "run" / "checkpoints").exists()
     status = run_status.read_status(tmp_path / "run")
     assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
+
+
+def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
+    """Rank 0 waits in C++ code, in which no handler of Python runs, for a rank that has not been started."""
+    address = ("127.0.0.1", free_port())
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU")
+    env = os.environ | dict(zip(names, map(str, (0, 0, 2, 2, *address, "true")), strict=True))
+    command = [sys.executable, kit.REPOSITORY / "train.py", *recipe(tiny), "--output_dir", tmp_path / "run"]
+    alone = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
+    kit.until(lambda: alone.poll() is not None or socket.socket().connect_ex(address) == 0)
+    alone.terminate()
+    assert alone.wait(60) == 75
+    assert "Stopped by SIGTERM before training began" in alone.stderr.read()
 
 
 def test_files_save_and_stop(tiny, straight, tmp_path):

@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
 
+from src.checkpointing.locate_weights import init_weights
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -107,6 +110,23 @@ def test_class_labels_keep_the_order_of_their_names(folder):
     task, splits = kit.open_data(**{k: v for k, v in fields.items() if not k.endswith("_file")})
     assert task.labels == names
     assert [row["label"] for row in everything(splits["validation"])] == [1, 0, 1]
+
+
+def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):
+    task, _ = open_data(folder)
+    cfg = RunConfig(init_from=str(tmp_path))
+    kit.tiny_tokenizer(tmp_path, ["other words"])
+    for labels in (LABELS, LABELS[::-1]):
+        (tmp_path / "config.json").write_text(json.dumps({"id2label": dict(enumerate(labels))}))
+        if labels == LABELS:
+            assert init_weights(cfg, task) == tmp_path
+            assert "was trained with other tokens than those of this run" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="has the classes red, green, blue, but the data blue, green, red"):
+        init_weights(cfg, task)
+    task.tokenizer.save_pretrained(tmp_path)
+    task.labels = LABELS[::-1]
+    assert init_weights(cfg, task) == tmp_path
+    assert capsys.readouterr().err == ""
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -36,10 +36,16 @@ def test_weight_decay_on_two_dimensions_or_more():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
 
 
+class WithState(torch.nn.Identity):
+    def get_extra_state(self):
+        return {"count": 1}
+
+
 @pytest.mark.parametrize(
     "module, text",
     [
         (torch.nn.SyncBatchNorm(2), "1 is a SyncBatchNorm"),
+        (WithState(), r"1\._extra_state"),
         (torch.nn.Linear(2, 2, bias=False), r"1\.weight: trainable, but in no parameter group"),
     ],
 )
