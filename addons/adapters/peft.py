@@ -22,7 +22,7 @@ from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
 from src.models.config_and_tokenizer import model_folder
-from src.training.model_with_loss import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss, tied_names
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
@@ -107,7 +107,7 @@ def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | 
             config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
-    names, tied = list(model.state_dict()), _tied(model)
+    names, tied = list(model.state_dict()), tied_names(model)
     torch.manual_seed(cfg.seed)
     with errors_of("peft"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
@@ -133,13 +133,6 @@ def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
         if not inside and any(part in f"{name}." for part in parts) and next(module.parameters(), None) is not None:
             names.append(name)
     return names
-
-
-def _tied(model: torch.nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]]) -> dict[str, str]:

@@ -139,9 +139,7 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
 def check_fields(plugin: Any, cfg: RunConfig) -> None:
     """Raise UsageError for what the run file and DeepSpeed's configuration may not have together."""
     if "scheduler" in plugin.deepspeed_config:  # accelerate refuses an optimizer
-        raise UsageError(
-            "the DeepSpeed configuration has a field scheduler: remove it; the run file sets the scheduler"
-        )
+        raise UsageError("the DeepSpeed configuration has a field scheduler, which the run file sets: remove it")
     if cfg.optim not in BUILT_IN:
         raise UsageError(
             f"optim is {cfg.optim}, but DeepSpeed shards all parameters as one vector, without their shapes: use adamw or sgd, "
@@ -150,9 +148,7 @@ def check_fields(plugin: Any, cfg: RunConfig) -> None:
     if cfg.dtype == "float64":
         raise UsageError("dtype is float64, which DeepSpeed does not support: use accelerate_configs/fsdp2.yaml")
     if plugin.zero_stage not in (1, 2, 3):
-        raise UsageError(
-            f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3; without sharding, use accelerate_configs/ddp.yaml"
-        )
+        raise UsageError(f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3, or use accelerate_configs/ddp.yaml")
 
 
 def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:

@@ -4,7 +4,7 @@ Tests: tests/addons/streaming/.
 """
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -50,10 +50,9 @@ class StreamShards:
         from datasets import Dataset
 
         try:
-            features = self._rows(0).features
+            self.features = features = self._rows(0).features or {}
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
-        self.features = features or {}
         if features:  # Parquet names its columns in advance, so only the needed columns are downloaded
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
             self.columns, _ = self.task.inspect_columns(empty, "train")
@@ -89,9 +88,10 @@ class StreamShards:
         try:
             self._refuse_changed(name)
             if self.columns and self.source.builder == "parquet":  # the reader hides the columns that are not read
-                self._check_features(_open_file(self.source, name, None).features or {}, name)
+                self._check_columns(_open_file(self.source, name, None).features or {}, name)
             for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
-                self._check_columns(table, name)
+                self._check_columns(table.column_names, name)
+                refuse_mixed_types(table.schema, self.columns or (), [name], name)
                 yield table.select(self.columns) if self.columns else table
             self._refuse_changed(name)
         except (UsageError, GeneratorExit):
@@ -99,31 +99,21 @@ class StreamShards:
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, [name])) from error
 
-    def _check_columns(self, table: pa.Table, name: str) -> None:
-        """Raise UsageError if the columns of a shard differ from the first shard in a column that the task needs."""
+    def _check_columns(self, there: Iterable[str], name: str) -> None:
+        """Raise UsageError if a shard has other columns or classes than the first one. `there` may be its features."""
         columns = self.columns or []
-        names = table.column_names
-        if missing := [column for column in columns if column not in names]:
-            there = ", ".join(names)
-            raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, but earlier shards have it")
-        refuse_mixed_types(table.schema, columns, [name], name)
-        self._refuse_new(names, name)
-
-    def _check_features(self, features, name: str) -> None:
-        """Raise UsageError if a Parquet shard has other classes than the first one, or a new column that the task reads."""
-        self._refuse_new(features, name)
-        for column in self.columns or []:
-            one, other = (getattr(each.get(column), "names", None) for each in (self.features, features))
+        if missing := [column for column in columns if column not in there]:
+            names = ", ".join(there)
+            raise UsageError(f"{name}: there is no column `{missing[0]}` among {names}, but earlier shards have it")
+        optional = {one for key, more in OPTIONAL.items() if key in columns for one in more}
+        if new := sorted(optional & {*there} - {*columns}):
+            raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
+        for column in columns if isinstance(there, dict) else ():
+            one, other = (getattr(each[column], "names", None) for each in (self.features, there))
             if one != other:
                 raise UsageError(
-                    f"{name}: `{column}` has the classes {other}, in the first shard {one}: write all alike"
+                    f"{name}: `{column}` has the classes {other}, in the first shard {one}: write them alike"
                 )
-
-    def _refuse_new(self, names, name: str) -> None:
-        columns = self.columns or []
-        optional = {one for key, more in OPTIONAL.items() if key in columns for one in more}
-        if new := sorted(optional & {*names} - {*columns}):
-            raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
 
     def _refuse_changed(self, name: str) -> None:
         """Raise UsageError if a local file has changed since its first read."""

@@ -12,11 +12,11 @@ import torch
 
 from addons.techniques import TECHNIQUES, Technique
 from addons.techniques._options import in_words, options_of, read_options
-from addons.techniques._weight_copies import assign, reshard
+from addons.techniques._weight_copies import assign
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
-from src.distributed.sharded_tensors import plain_name
+from src.distributed.sharded_tensors import plain_name, reshard
 from src.training.meter import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run

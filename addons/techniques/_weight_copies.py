@@ -6,7 +6,7 @@ Tests: tests/addons/techniques/test_averages.py.
 import torch
 
 from src.distributed.running_statistics import persistent_buffers
-from src.distributed.sharded_tensors import plain_name
+from src.distributed.sharded_tensors import local_part, plain_name
 from src.runtime import private_apis
 from src.training.train_state import Run
 
@@ -60,25 +60,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Free gathered weights: then the model names its shards, and the next forward pass gathers them again.
-
-    accelerate keeps those of the last layers gathered after a forward pass, so that a second evaluation with other
-    weights would use them."""
-    for part in model.modules():
-        if isinstance(part, torch.distributed.fsdp.FSDPModule):
-            part.reshard()
-
-
 @torch.no_grad()
 def assign(targets: Tensors, sources: Tensors) -> None:
     """Copy each source into the target of its name, in one kernel."""
     private_apis.copy_all_(*_local_parts(targets, sources, list(sources)))
-
-
-def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, in the same memory; call it under no_grad."""
-    return value.to_local() if isinstance(value, torch.distributed.tensor.DTensor) else value
 
 
 def _local_parts(targets: Tensors, sources: Tensors, names: list[str]) -> tuple[list, list]:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import ComputeGradient, Technique
-from addons.techniques._weight_copies import TrainedTensors, assign, reshard
+from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import reshard
 from src.training.meter import StepBatch, StepLosses
 
 

@@ -56,9 +56,9 @@ def compare(folder: Path, other: Path | None = None) -> str | None:
         if step != expected:
             return f"{folder}: step {expected} is missing"
     if other:
-        name, (theirs_first, theirs) = str(other), read(other)
-        if (one := first.get("data")) != (two := theirs_first.get("data")):
-            return f"the prepared rows differ: hash {one} in {folder}; {two} in {name}"
+        name, (begin, theirs) = str(other), read(other)
+        if first.get("data") != begin.get("data"):
+            return f"the prepared rows differ: hash {first.get('data')} in {folder}; {begin.get('data')} in {name}"
     else:
         config = planned_config(folder, first["plan"])
         name, theirs = "the plan", {step: planned_step(config, step) for step in steps}

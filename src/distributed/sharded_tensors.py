@@ -32,6 +32,21 @@ def gather_full(value: Any) -> torch.Tensor:
     return value.detach().full_tensor() if is_partial(value) else value
 
 
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, in the same memory; call it under no_grad."""
+    return value.to_local() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free gathered weights: then the model names its shards, and the next forward pass gathers them again.
+
+    accelerate keeps those of the last layers gathered after a forward pass, so that a second evaluation with other
+    weights would use them."""
+    for part in model.modules():
+        if isinstance(part, torch.distributed.fsdp.FSDPModule):
+            part.reshard()
+
+
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm over all tensors, some of which may be DTensors: then this is a collective of one number.
 

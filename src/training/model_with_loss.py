@@ -26,10 +26,7 @@ class ModelWithLoss(torch.nn.Module):
         self.model, self.task = model, task
         self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        self.tied = [several for several in names.values() if len(several) > 1]  # names of the same parameter
+        self.tied = tied_names(model)
 
     def tie_weights(self) -> None:
         """Tie weights again: accelerate shards a copy of the model on the meta device, which has lost the ties."""
@@ -42,6 +39,14 @@ class ModelWithLoss(torch.nn.Module):
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         loss = self.training_loss if self.training and self.training_loss else self.task.loss
         return loss(self.model, inputs)
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
 
 
 def build_model(

@@ -179,8 +179,8 @@ class FrozenModel:
         from transformers import AutoModelForCausalLM
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
-        cfg = RunConfig(**{field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)})
-        cfg = replace(cfg, model_name_or_path=None)
+        values = {field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)}
+        cfg = RunConfig(**values | {"model_name_or_path": None})
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 

@@ -29,8 +29,7 @@ class PairEncoder:
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
         self.needed += ["tools"] if self.chat and "tools" in columns else []
-        others = [name for name in columns if name not in (*self.needed, "messages", "input_ids")]
-        encoder.choose([*others, *(["messages", *self.needed] if self.chat else ["prompt", "completion"])], split)
+        encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from addons.techniques._weight_copies import local_part
 from addons.techniques.ema import EMA
 from addons.techniques.lookahead import Lookahead
 from addons.techniques.swa import SWA
 from src.distributed.running_statistics import StepBuffers
+from src.distributed.sharded_tensors import local_part
 from src.tasks import text_classification
 from src.training.train_state import Run, TrainState
 from tests.helpers import batch_norm, kit, technique_runs
