@@ -4,7 +4,7 @@ Tests: tests/addons/streaming/.
 """
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -99,7 +99,7 @@ class StreamShards:
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, [name])) from error
 
-    def _check_columns(self, there: Iterable[str], name: str) -> None:
+    def _check_columns(self, there, name: str) -> None:
         """Raise UsageError if a shard has other columns or classes than the first one. `there` may be its features."""
         columns = self.columns or []
         if missing := [column for column in columns if column not in there]:
