@@ -20,7 +20,7 @@ from src.config.addons import (
     functions_of_addons,
     missing_addon,
 )
-from src.config.errors import UsageError, did_you_mean, list_errors
+from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, read_value, read_words
 from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
@@ -199,8 +199,10 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
             name = name.replace("-", "_")
             if name == "config" and name in flags:
                 raise UsageError("--config: give it once (with make: make train CONFIG=FILE)")
-            if name in flags and get_origin(field_types(RunConfig).get(name)) is list:  # of other flags the last counts
-                raise UsageError(f"--{name}: give it once, with all its values: --{name} ONE TWO")
+            if name in flags and get_origin(field_types(RunConfig).get(name)) is list:
+                warn(
+                    f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
+                )
             flags[name] = [value] if equals else []
         elif flags:
             flags[name].append(word)

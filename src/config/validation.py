@@ -101,7 +101,7 @@ def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
             yield f"mixture: {name!r}: source names must be non-empty, one line, without '/'"
         if bool(source.get("train_file")) == bool(source.get("dataset_name")):
             yield f"mixture: {name}: give either train_file or dataset_name"
-        for field in ("dataset_config_name", "dataset_split"):
+        for field in ("dataset_config_name", "dataset_revision", "dataset_split"):
             if field in source and "dataset_name" not in source:
                 yield f"mixture: {name}: {field} is given without dataset_name: give both, or neither"
 

@@ -111,7 +111,6 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
     [
         (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
         (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
-        (["--train_file", "a.jsonl", "--train_file", "b.jsonl"], ["--train_file: give it once, with all its values"]),
         (["--learning_rate", "nan"], ["--learning_rate is nan"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
@@ -137,6 +136,13 @@ def test_errors_of_the_command_line_and_the_run_file(here, given, parts):
     for part in parts:
         assert part in message
     assert "\n" not in message
+
+
+def test_list_that_is_given_twice_is_warned_about(here, capsys):
+    """Other trainers add the values; here the last flag counts, as of every field."""
+    cfg, _ = parsed(*kit.flags(**MODEL), "--train_file", "b.jsonl")
+    assert cfg.train_file == ["b.jsonl"]
+    assert "warning: --train_file is given twice, and only the last one counts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
