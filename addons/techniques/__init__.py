@@ -60,9 +60,9 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
         f"techniques.{name}": {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
         for name, options in (values.get("techniques") or {}).items()
     }
-    for name in by_name:
-        if TECHNIQUES[name.partition(".")[2]]().depends_on_length:
-            by_name[name] |= {field: values[field] for field in ("max_steps", "num_train_epochs")}
+    for name, load in TECHNIQUES.items():  # a checkpoint may name others, which are not here any more
+        if (key := f"techniques.{name}") in by_name and load().depends_on_length:
+            by_name[key] |= {field: values[field] for field in ("max_steps", "num_train_epochs")}
     return {name: value for name, value in values.items() if name != "techniques"} | by_name
 
 

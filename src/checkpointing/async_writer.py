@@ -7,6 +7,7 @@ tensors, and the main process publishes the folder. The background thread never 
 
 import logging
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class BackgroundWriter:
             self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.writes = self.is_main or self.world > 1
         self.folders = 0  # folders started, the same number on all ranks that write
+        self.shards: Path | None = None  # where the other ranks wrote their shards of the last folder
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None  # of code, in the last write
         self.failures, self.reason = 0, ""  # failed writes in a row, and why the last one failed
@@ -126,6 +128,9 @@ class BackgroundWriter:
         shards = folder.with_name(f".{folder.name}.{self.folders}.parts")
         if not self.is_main:
             return write_shard(shards, self.rank, write)
+        if self.shards is not None:  # of a write that failed: no rank writes there any more, but it takes space
+            shutil.rmtree(self.shards, ignore_errors=True)
+        self.shards = shards if self.world > 1 else None
 
         def write_and_collect(temporary: Path) -> dict:
             write(temporary)

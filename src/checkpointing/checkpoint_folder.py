@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from src.checkpointing.model_folder import write_model
+from src.checkpointing.model_folder import is_final_of, write_model
 from src.checkpointing.tensor_files import TensorReader, Tensors, file_name, write_tensors
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
@@ -136,6 +136,15 @@ def intact_at(output_dir: str | Path, step: int) -> Path | None:
         warn(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
         return None
     return checkpoint
+
+
+def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
+    """Return (the intact checkpoint of the best step, whether that or an intact final/ holds its model); 0: no such step."""
+    best = intact_at(output_dir, step) if step else None
+    if best or not step or is_final_of(step, output_dir / "final"):
+        return best, bool(step)
+    warn(f"the checkpoint of the best step {step:,} is gone or damaged: final/ holds the last step")
+    return None, False
 
 
 def prune(cfg: RunConfig, best_step: int = 0) -> None:

@@ -175,8 +175,8 @@ class Checkpointer:
     def write_final(self) -> None:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.
 
-        If the best checkpoint is gone or damaged, and final/ is not its model, final/ holds the last step. The average of a technique with the option
-        `final` replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
+        If the best checkpoint is damaged and final/ is not its model, final/ holds the last step. The average of a
+        technique with `final` replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
         state, final = self.state, self.folder / "final"
         if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 lowers its scale
             raise Failure(
@@ -185,13 +185,11 @@ class Checkpointer:
             )
         self.writer.wait_on_all_ranks()
         older = state.best_step if self.cfg.metric_for_best_model and state.best_step != state.step else 0
-        best = run_on_main(self.accelerator, lambda: checkpoint_folder.intact_at(self.folder, older) if older else None)
-        if older and not best and not run_on_main(self.accelerator, lambda: model_folder.is_final_of(older, final)):
-            older = 0
-        self.final_step = step = older or state.step
+        best, is_best = run_on_main(self.accelerator, lambda: checkpoint_folder.find_best(self.folder, older))
+        self.final_step = step = older if is_best else state.step
         is_written = run_on_main(self.accelerator, lambda: model_folder.is_final_of(step, final))
         load_part = partial(checkpoint_folder.load_part, best) if best else None
-        if (best or not older) and self.techniques.load_final(load_part):
+        if (best or not is_best) and self.techniques.load_final(load_part):
             self.average, best = self.techniques.final, None
         if not is_written:
             self._start_final(final, best)

@@ -27,17 +27,17 @@ MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these fi
 def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
     """Return the weights folder that `init_from` names, or None if it is not set.
 
-    Raise UsageError if its classes are not those of `task`, in the same order; warn if its tokens are others."""
+    Raise UsageError if its classes are those of `task` in another order; warn if classes or tokens are others."""
     if not cfg.init_from:
         return None
     weights = locate_weights(cfg.init_from, "init_from")
     names = read_yaml(weights / "config.json").get("id2label") or {}
     there, here = [names[i] for i in sorted(names, key=int)], getattr(task, "labels", None)
     if here and len(there) == len(here) and there != here:
-        raise UsageError(
-            f"init_from: {weights} has the classes {', '.join(there)}, but the data {', '.join(here)}: give the data these "
-            "classes in this order, as ClassLabels"
-        )
+        text = f"init_from: {weights} has the classes {', '.join(there)}, but the data {', '.join(here)}: "
+        if {*there} & {*here}:
+            raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
+        warn(f"{text}the output of each class begins with the weights of the class at its place")
     file, tokenizer = weights / "tokenizer.json", getattr(task, "tokenizer", None)
     if tokenizer and file.exists():
         from tokenizers import Tokenizer
@@ -141,7 +141,8 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
     if "validation_split" not in given | values.keys():
         dropped.add("dataset_split")  # it names training data
     if given & {"dataset_name", "train_file", "validation_file"}:
-        dropped = {"dataset_name", "dataset_config_name", "dataset_split", "train_file", "validation_file"}
+        dropped = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split"}
+        dropped |= {"train_file", "validation_file"}
         if "train_file" not in given:  # rows are held out of the given training data as in the run
             dropped.add("validation_split")
     return {name: value for name, value in values.items() if name not in dropped}

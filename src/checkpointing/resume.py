@@ -104,9 +104,9 @@ def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
     given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
     began_here = Path(given).resolve() == asked.resolve()  # the run here was started with the same --resume
     is_of_this_run = belongs(asked, folder)
-    is_done = run_status.read_status(folder).get("status") == "complete"
-    if began_here and checkpoints and not (is_of_this_run and is_done):
-        return checkpoints, [f"{folder} holds the run that began from {asked}: resuming from its newest checkpoint"]
+    if began_here and checkpoints:
+        note = "resuming from its newest checkpoint; to go back again, remove the later ones"
+        return checkpoints, [f"{folder} holds the run that began from {asked}: {note}"]
     is_checkpoint = (asked / "state.json").exists() or (asked / verify_hashes.MANIFEST).exists()
     if not (candidates := [asked] if is_checkpoint else list_checkpoints(asked)):
         raise UsageError(

@@ -82,6 +82,7 @@ def write_shard(shards: Path, rank: int, write: Callable[[Path], None]) -> None:
             atomic_folder.fsync(path)
         result = {"files": {path.name: verify_hashes.hash_file(path) for path in files}}
     except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the space, if only for the next line
         atomic_folder.rewrite(outcome, json.dumps({"error": str(error), "disk": is_disk_error(error)}))
         if not is_disk_error(error):
             raise

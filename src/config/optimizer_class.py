@@ -83,7 +83,7 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
     ignored = [name for name in ignored if getattr(cfg, name) != getattr(RunConfig, name)]
     ignored += ["weight_decay"] if cfg.weight_decay and "weight_decay" not in accepted else []
     if ignored:
-        fix = "give optim_args, or --weight_decay 0"
+        fix = "give --weight_decay 0" if ignored[0] == "weight_decay" else "remove it, or give optim_args"
         raise UsageError(
             f"{ignored[0]} is {getattr(cfg, ignored[0]):g}, which {optimizer.__name__} does not read: {fix}"
         )

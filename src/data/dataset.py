@@ -6,10 +6,11 @@ Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conf
 """
 
 import json
+import os
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
-from src.config.errors import UsageError, is_unwritable
+from src.config.errors import UsageError, is_unwritable, warn
 from src.config.schema import RunConfig
 from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
@@ -51,6 +52,9 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
     open_ = function_of_addon(cfg, "open_source", open_source)
     by_split: dict[str, dict[str, Source]] = {split: find(cfg, split) for split in wanted}
     for split, sources in by_split.items():
+        for source in sources.values():
+            if len({*map(os.path.realpath, source.files)}) < len(source.files):
+                warn(f"{source.field}: {source} names a file more than once, so its rows are read as often")
         by_split[split] = {name: fetch(source, cfg) for name, source in sources.items()}
 
     splits = {}

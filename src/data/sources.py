@@ -8,7 +8,6 @@ import errno
 import glob
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -132,9 +131,6 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     if patterns := fields.get(f"{split}_file"):
         field = f"{where}{split}_file"
         source = _drop_empty_files(Source(field, split, tuple(file for p in patterns for file in _expand(p, field))))
-        times = Counter(file if "://" in file else os.path.realpath(file) for file in source.files)
-        for file in [file for file, count in times.items() if count > 1]:
-            warn(f"{field}: {file} is given {times[file]} times, so its rows are read as often")
         suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in source.files}
         if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
             raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")

@@ -156,9 +156,9 @@ def _receive_signals() -> tuple[socket.socket, socket.socket]:
     inbox, outbox = socket.socketpair()
     for end in (inbox, outbox):
         end.setblocking(False)
+    signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: None)  # Python writes only signals that have a handler
-    signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
     return inbox, outbox
 
 

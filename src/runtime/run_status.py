@@ -81,7 +81,11 @@ def has_lost_lock(folder: Path) -> bool:
     """Return True if a new run has begun in the place of this one, whose folder was deleted."""
     lock = _locks.get(folder.absolute())
     with suppress(OSError):  # deleted, or the file system does not answer
-        return lock is not None and not os.path.samestat(lock[1], os.stat(_lock_file(folder)))
+        if lock is not None and not os.path.samestat(lock[1], os.stat(_lock_file(folder))):
+            try:
+                _lock(folder, 0)  # a copy took its place, or the disk gives files new numbers
+            except Timeout:
+                return True
     return False
 
 

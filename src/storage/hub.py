@@ -69,6 +69,7 @@ def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, d
 
     def fetch() -> dict:
         from huggingface_hub import HfApi, get_session
+        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
         class Hub(HfApi):
             """Asks for a commit within TIMEOUT, and remembers a failure, after which the cache may have answered."""
@@ -85,7 +86,12 @@ def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, d
         hub = Hub()
         get_session().timeout = TIMEOUT  # of the list of files; by default both wait forever
         try:
-            commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision)
+            try:
+                commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision)
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                raise
+            except HfHubHTTPError:  # such as 429, too many requests: only 500 and above use the cache
+                commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision, local_files_only=True)
             record = {"commit": commit.resolved} | download(commit)
         except Exception as error:
             raise UsageError(f"{where}: {not_found_locally(name) or 'not fetched: '}{one_line(error, 400)}") from error

@@ -32,12 +32,14 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
         raise UsageError(
             f"{location}: the tokenizer has no chat template: give --chat_template configs/chatml.jinja, or your own"
         )
-    if "strftime_now" in tokenizer.chat_template:
+    with errors_of(f"{location}: `messages` could not be rendered"):
+        template = tokenizer.get_chat_template(tools=tools)  # a tokenizer may have one more for rows with tools
+    if "strftime_now" in template:
         warn_once(
             "the chat template writes the date, so rows that are prepared on another day differ, and a run does not resume "
             "with them: keep cache_dir, or give --chat_template FILE with a fixed date"
         )
-    if MARKED.search(tokenizer.chat_template):
+    if MARKED.search(template):
         with errors_of(f"{location}: `messages` could not be rendered"):
             messages, render = _checked(tokenizer, messages, tools)
             chat: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -84,30 +86,48 @@ def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dic
     tools = _without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None)
     for i, turn in enumerate(messages):
-        if turn.get("tool_calls"):
-            turn.setdefault("content", "")
-        if not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise ValueError(f"turn {i} has no role or no content")
-        if turn["role"] != "assistant" and turn["role"].lower() in ASSISTANT_NAMES:
-            raise ValueError(f"turn {i} has the role {turn['role']!r}: rename it to assistant, or it is not trained on")
-        if turn.get("weight", 1) != 1:
-            raise ValueError(
-                f"turn {i} has the weight {turn['weight']}, which is not used: remove it, or give input_ids"
-            )
+        _check_turn(i, turn)
+    whole = render(messages)
+    for i, turn in enumerate(messages):
         others = () if turn["role"] in ("user", "assistant") else ("content",)  # templates may ignore a system or tool
         for name in (*PARTS, *others):
             rest = {key: value for key, value in turn.items() if key != name} | dict.fromkeys(others, "")
-            if turn.get(name) and render(messages) == render([*messages[:i], rest, *messages[i + 1 :]]):
+            if turn.get(name) and _render_or_none(render, [*messages[:i], rest, *messages[i + 1 :]]) == whole:
                 raise ValueError(f"the chat template does not write the {name} of turn {i}: {OTHER_TEMPLATE}")
         for call in turn.get("tool_calls") or ():
             arguments = call.get("function", call).get("arguments")
-            if isinstance(arguments, str) and json.dumps(arguments) in render(messages):
+            quoted = json.dumps(arguments, ensure_ascii=False)
+            if (
+                isinstance(arguments, str)
+                and quoted in whole
+                and not any(quoted in str(t["content"]) for t in messages)
+            ):
                 raise ValueError(f"the chat template quotes the arguments of turn {i} again: give a mapping, not text")
-        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in render(messages):
+        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in whole:
             raise ValueError(f"the chat template writes the content of turn {i} as Python code: give one string")
-    if tools and render(messages) == render(messages, tools=None):
+    if tools and _render_or_none(functools.partial(render, tools=None), messages) == whole:
         raise ValueError(f"the chat template does not write the `tools` of the row: {OTHER_TEMPLATE}")
     return messages, render
+
+
+def _check_turn(i: int, turn: dict) -> None:
+    """Raise ValueError if turn `i` lacks a part, or has a role or weight that would not be used as it means."""
+    if turn.get("tool_calls"):
+        turn.setdefault("content", "")
+    if not isinstance(turn.get("role"), str) or "content" not in turn:
+        raise ValueError(f"turn {i} has no role or no content")
+    if turn["role"] != "assistant" and turn["role"].lower() in ASSISTANT_NAMES:
+        raise ValueError(f"turn {i} has the role {turn['role']!r}: rename it to assistant, or it is not trained on")
+    if turn.get("weight", 1) != 1:
+        raise ValueError(f"turn {i} has the weight {turn['weight']}, which is not used: remove it, or give input_ids")
+
+
+def _render_or_none(render: Render, messages: list[dict]) -> str | None:
+    """Return the text of a chat that lacks a part; None if the template refuses it, so it has read that part."""
+    try:
+        return render(messages)
+    except Exception:
+        return None
 
 
 def _without_nulls(value: Any) -> Any:

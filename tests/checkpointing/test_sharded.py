@@ -56,6 +56,28 @@ def test_error_of_a_rank_reaches_the_main_process(tmp_path, error):
         collect_shards(tmp_path, 2, tmp_path)
 
 
+def _writer(rank: int) -> async_writer.BackgroundWriter:
+    accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2, mixed_precision="no")
+    backend = SimpleNamespace(accelerator=accelerator, hosts=None, is_sharded=True)
+    return async_writer.BackgroundWriter(backend, 3)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failed_save_leaves_no_shards(tmp_path, failing):
+    """They would fill a disk that is nearly full, so that no later save succeeds: of two failed ones, one is left at most."""
+    full, writers = OSError(28, "No space left on device"), [_writer(rank) for rank in (0, 1)]
+    for step in (4, 8, 12):
+        folder, lost = tmp_path / f"step_{step}", step < 12
+        for rank in (1, 0):
+            write = partial(half_by_half, error=full if lost and rank == failing else None)
+            writers[rank].folders += 1
+            with pytest.raises(OSError) if lost and rank == 0 else nullcontext():
+                writers[rank].publish(folder, step, write)
+        left = [path for path in tmp_path.rglob("part") if path.parent != folder]
+        assert len(left) == (1 if lost and failing == 0 else 0), left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_12"]
+
+
 def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path):
     with pytest.raises(DiskError, match="rank 1 has not written"):
         collect_shards(tmp_path, 2, tmp_path, patience=0.3)

@@ -100,6 +100,14 @@ def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
     assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[0].trust_remote_code
 
 
+@pytest.mark.parametrize("name", ["validation_file", "dataset_name"])
+def test_other_data_has_no_revision_of_the_data_of_the_run(run, name):
+    claim(run / CHECKPOINT, dataset_name="org/data", dataset_revision="v1", train_file=[])
+    cfg, options, _ = parse_evaluation("--checkpoint", run / CHECKPOINT, f"--{name}", "other")
+    assert cfg.dataset_revision is None
+    validation.check(cfg, options, training=False)
+
+
 def test_no_harmful_field_declares_from_checkpoint():
     """An allow-list: a new field is not used unless it says so."""
     for kind in (RunConfig, *(options() for options in OPTIONS.values())):

@@ -180,7 +180,7 @@ def test_file_that_is_named_twice_is_warned_about(open_data, tmp_path, capsys):
     (tmp_path / "b.jsonl").symlink_to(file)
     _, splits = open_data(train_file=[file, tmp_path / "b.jsonl"])
     assert len(splits["train"]) == 2 * len(TEXTS)
-    assert "a.jsonl is given 2 times, so its rows are read as often" in capsys.readouterr().err
+    assert "names a file more than once, so its rows are read as often" in capsys.readouterr().err
 
 
 def test_format_that_is_chosen_is_said(open_data, tmp_path, capsys):

@@ -78,3 +78,15 @@ def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
     assert new.wait() == [0, 0], new.text()
     straight = kit.run_training(2, tmp_path / "straight", *recipe(tiny))
     assert kit.same(kit.Run(tmp_path / "run").weights, straight.weights)
+
+
+def test_copy_of_the_lock_file_does_not_end_a_run(tmp_path):
+    """As a restored backup, or a disk that gives files new numbers: nobody else trains, so the folder is locked again."""
+    run_status.lock_run_folder(tmp_path)
+    file = tmp_path / "logs" / "run.lock"
+    Path(shutil.copy(file, tmp_path / "copy")).replace(file)
+    assert not run_status.has_lost_lock(tmp_path)
+    script = "import sys, src.runtime.run_status as s; s.lock_run_folder(s.Path(sys.argv[1]), 0)"
+    other = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=kit.REPOSITORY, capture_output=True, text=True)
+    assert "another process trains in" in other.stderr, other
+    assert not run_status.has_lost_lock(tmp_path)

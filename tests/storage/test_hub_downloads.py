@@ -177,6 +177,13 @@ def test_training_without_an_answer(served, hub, trained, tmp_path, how):
             hub.start()
 
 
+def test_training_after_too_many_requests(hub, trained, tmp_path):
+    """The Hub answers 429, and what was fetched earlier is used."""
+    hub.faults["/api/*"] = Fault(status=429)
+    text = train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "run"))
+    assert [text.count(f": {name}: no answer") for name in ("org/ds", "org/model")] == [1, 1]
+
+
 def test_private_and_missing_repositories(hub, tmp_path):
     environment = hub.environment(tmp_path)
     secret = recipe(tmp_path, "secret", dataset_name="org/secret")

@@ -124,6 +124,9 @@ def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, 
     with pytest.raises(UsageError, match="has the classes red, green, blue, but the data blue, green, red"):
         init_weights(cfg, task)
     task.tokenizer.save_pretrained(tmp_path)
+    task.labels = ["ham", "spam", "news"]  # another task: its head begins with these weights
+    assert init_weights(cfg, task) == tmp_path
+    assert "has the classes red, green, blue, but the data ham, spam, news" in capsys.readouterr().err
     task.labels = LABELS[::-1]
     assert init_weights(cfg, task) == tmp_path
     assert capsys.readouterr().err == ""

@@ -106,6 +106,42 @@ def test_missing_values_of_a_turn_are_not_written(tokenizer):
     assert '{"city": "Paris"}' in text
 
 
+TOOL_CHAT = (
+    LOOP + "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+)
+TOOL_CHAT += (
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments ARGUMENTS }}"
+)
+TOOL_CHAT += "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def called(arguments) -> list[dict]:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return [{"role": "user", "content": 'loads("{}")'}, call, {"role": "tool", "content": "5"}, CHAT[1]]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', "{}"])
+def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokenizer, arguments):
+    """As gpt-oss does, and Mistral: what they refuse to render without a part is no reason to refuse the chat. The quoted
+    text of the user is not the arguments."""
+    template = TOOL_CHAT.replace("ARGUMENTS", "| tojson" if isinstance(arguments, dict) else "")
+    assert len(render(tokenizer, template, called(arguments), "row 3")[1]) == 2
+
+
+def test_arguments_of_any_alphabet_are_not_quoted_again(tokenizer):
+    with pytest.raises(UsageError, match="quotes the arguments of turn 1 again"):
+        render(tokenizer, TOOL_CHAT.replace("ARGUMENTS", "| tojson"), called('{"city": "Zürich"}'), "row 3")
+
+
+def test_tokenizer_with_several_templates(tokenizer):
+    """One more for rows with tools, as Command R and Hermes have."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = kit.CHATML.replace("{%", "{{ tools | tojson }}{%", 1)
+    tokenizer.chat_template = {"default": kit.CHATML, "tool_use": with_tools}
+    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given)[0] for given in (None, tools))
+    assert len(plain) < len(more)
+
+
 @pytest.mark.parametrize("dash", ["", "-"])
 def test_marked_templates_train_what_is_marked(tokenizer, dash):
     body = "{{ m.role }}: {%- generation -%}{{ m.content }}{%- endgeneration -%}".replace("-", dash)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from addons.techniques import TECHNIQUES, complete
+from addons.techniques import TECHNIQUES, complete, identity
 from src.config.addons import run_config
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
@@ -92,3 +92,8 @@ def test_technique_that_depends_on_the_length_of_a_run_is_not_extended(tmp_path)
     assert "techniques.progressive_resizing" in refusal(tmp_path, replace(was, **longer), was=was)
     plain = replace(was, techniques=None)
     assert "max_steps" in check(tmp_path, replace(plain, **longer), was=plain)[0]
+
+
+def test_technique_of_a_checkpoint_that_is_not_here_any_more():
+    values = {"techniques": {"gone": {"rate": 1}}, "max_steps": 4, "num_train_epochs": None}
+    assert identity(values)["techniques.gone"] == {"rate": 1}
