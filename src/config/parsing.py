@@ -30,6 +30,7 @@ SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
 NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
+DATA_FILES = ("train_file", "validation_file")  # lists of which `none` is no item
 HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
 TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
     "dataset_name": {"train_file", "mixture"},
@@ -133,7 +134,7 @@ def parse(
     for name, (source, value) in given.items():
         if name not in types:
             errors.append(f"{source}{_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
-        elif value not in NOTHING or type(None) not in get_args(types[name]):
+        elif value not in NOTHING or not (type(None) in get_args(types[name]) or name in DATA_FILES):
             try:
                 read = read_words if source == "--" else read_value
                 values[name] = read(core_type if name in field_types(core_type) else options_type, name, value)

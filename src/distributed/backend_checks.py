@@ -160,6 +160,7 @@ def check_replicas(backend: "Backend", model: torch.nn.Module, step: int, is_due
         wrong = (table[:, column] != majority).nonzero().flatten().tolist()
         which = f"rank {', '.join(map(str, wrong))} differs from the others"
     raise Failure(
-        f"the model replicas differ at step {step}: {which}, first in {name}. Possible causes: faulty memory, or code "
-        "that changes weights on one rank. This step was not saved; the same command resumes from the last checkpoint"
+        f"the model replicas differ at step {step}: {which}, first in {name}. Possible causes: faulty memory, code "
+        "that changes weights on one rank, or random numbers that differ between ranks (docs/techniques.md: `noise`). This "
+        "step was not saved; the same command resumes from the last checkpoint"
     )

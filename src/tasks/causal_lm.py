@@ -56,7 +56,11 @@ class Options(CrossEntropy):
         min=0,
         from_checkpoint=True,
     )
-    append_eos: bool = option("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
+    append_eos: bool = option(
+        "end every document with the tokenizer's end-of-text token; of a chat, the template decides",
+        True,
+        from_checkpoint=True,
+    )
     # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False

@@ -51,7 +51,13 @@ def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> t
         ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
         is_target = [any(begin <= start < end for begin, end in turns) for start, _ in spans]
         sizes = token_bytes(text, spans)
-    return ids, [token if target else IGNORED for token, target in zip(ids, is_target, strict=True)], sizes
+    labels = [token if target else IGNORED for token, target in zip(ids, is_target, strict=True)]
+    if any(is_target) and tokenizer.eos_token_id not in (None, *labels):
+        warn_once(
+            f"no turn of the assistant ends with the tokenizer's eos_token {tokenizer.eos_token}: unless generation_config "
+            "names the token that ends a turn, generation will not stop; write {{ eos_token }} there in the chat template"
+        )
+    return ids, labels, sizes
 
 
 def render_chat(tokenizer: Any, messages: list[dict], location, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:

@@ -80,6 +80,8 @@ def test_none_on_the_command_line_clears_a_field(here):
     assert (cfg.max_steps, cfg.dataset_name, cfg.train_file) == (None, None, ["a.jsonl"])
     cfg, _ = parsing.parse(["--max_eval_examples", "none"], OPTIONS, {"max_eval_examples": 8})
     assert cfg.max_eval_examples is None
+    cfg, _ = parsed("--validation_file", "none", validation_file="b.jsonl", train_file="a.jsonl")
+    assert (cfg.validation_file, cfg.train_file) == ([], ["a.jsonl"])
     assert "--seed: 'none'" in errors("--seed", "none")
 
 

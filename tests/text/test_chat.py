@@ -180,6 +180,15 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
+def test_turns_without_an_end_are_warned_about(tokenizer, capsys):
+    """`<|im_end|>` is plain text for this tokenizer, so a trained model would not stop after its answer."""
+    for template, count in ((TEMPLATES["chatml"][0], 1), (kit.CHATML, 0)):
+        warn_once.cache_clear()
+        tokenizer.chat_template = template
+        encode_chat(tokenizer, CHAT, "row 3", None)
+        assert capsys.readouterr().err.count("generation will not stop") == count
+
+
 def test_dropped_words_are_warned_about(tokenizer, capsys):
     warn_once.cache_clear()
     template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
