@@ -71,7 +71,8 @@ def is_of_deleted_addon(file: str) -> bool:
     page = kit.REPOSITORY / "addons" / "README.md"
     if not match or not page.exists() or not (page.parent / match[1]).exists():
         return match is not None
-    names = re.findall(rf"^\| `([\w/]+)` \|.*`{file}`", page.read_text(), re.M)
+    rows, of_room = page.read_text(), rf"^\| `({match[1]}/\w+)` \|"  # no row names the tests of a whole room
+    names = re.findall(rf"^\| `([\w/]+)` \|.*`{file}`", rows, re.M) or re.findall(of_room, rows, re.M)
     return not all(list(page.parent.glob(f"{name}*")) for name in names)
 
 

@@ -220,11 +220,9 @@ def _moment_ref(parameter: torch.nn.Parameter, key: str) -> ShardedTensorRef:
 # ---- private APIs of DeepSpeed 0.19; the tests named above fail if one has changed ---------------------------------------
 
 
-def flat_weights(zero_optimizer: Any) -> list[torch.Tensor]:
-    """Return the flat float32 weights that the base optimizer updates."""
-    return (
-        getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
-    )
+def flat_weights(optimizer: Any) -> list[torch.Tensor]:
+    """Return the flat float32 weights that the base optimizer of a ZeRO optimizer updates."""
+    return getattr(optimizer, "fp32_partitioned_groups_flat", None) or optimizer.single_partition_of_fp32_groups
 
 
 def link_moments(zero_optimizer: Any) -> None:

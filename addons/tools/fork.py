@@ -22,6 +22,7 @@ import yaml
 from src.config.addons import addon_names
 from src.config.errors import UsageError, did_you_mean
 from src.config.paths import REPOSITORY, SCHEMA_FILE
+from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS
 
 
@@ -106,10 +107,13 @@ def needs(addon: str) -> list[str]:
 
 
 def tests_of(gone: set[str]) -> set[str]:
-    """Return the test files that the rows of these add-ons in addons/README.md name."""
+    """Return the tests that rows of these add-ons name in addons/README.md; of their rooms, those that no row names."""
     page = (REPOSITORY / "addons" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w/]+)` \|(.*)$", page, re.M)
-    return {file for addon, row in rows if addon in gone for file in re.findall(r"`(tests/[\w/]+\.py)`", row)}
+    of_room = r"tests/addons/(\w+)/test_(?!conformance)\w+\.py"  # that one looks at the add-ons that are there
+    whole = [file for file in files_of_checkout() if (match := re.match(of_room, file)) and match[1] in rooms_of(gone)]
+    tests = {file for addon, row in rows if addon in gone for file in re.findall(r"`(tests/[\w/]+\.py)`", row)}
+    return tests | {file for file in whole if f"`{file}`" not in page}
 
 
 def is_of(file: str, gone: set[str]) -> bool:
@@ -124,11 +128,8 @@ def names_one(file: str, gone: set[str]) -> bool:
         return False
     values = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
     fields = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
-    named = {
-        f"tasks/{values.get('task')}",
-        f"optimizers/{values.get('optim')}",
-        f"schedules/{values.get('lr_scheduler_type')}",
-    }
+    rooms = {"tasks": "task", "optimizers": "optim", "schedules": "lr_scheduler_type"}
+    named = {f"{room}/{values.get(field)}" for room, field in rooms.items()}
     named |= {f"techniques/{name}" for name in values.get("techniques") or ()}
     named |= {fields[name].get("x-add-on", "").removeprefix("addons/") for name in values if name in fields}
     return bool(named & gone)
@@ -153,7 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

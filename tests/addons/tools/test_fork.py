@@ -73,6 +73,17 @@ def test_tests_of_the_copy_pass(copy):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("names", [["streaming"], ["data"], ["backends/deepspeed"], ["techniques/ema"]], ids=str)
+def test_tests_of_a_copy_need_nothing_that_it_lacks(tmp_path, names):
+    """They are collected, and no test of a whole room stays where the room has lost a part."""
+    fork.fork(tmp_path / "copy", [], names, "x")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/addons"]
+    done = subprocess.run(words, cwd=tmp_path / "copy", capture_output=True, text=True, env=env)
+    assert done.returncode in (0, 5), done.stdout[-3000:]  # 5: all skipped
+    assert not (tmp_path / "copy" / "tests/addons/techniques/test_technique_chain.py").exists()
+
+
 def test_folder_with_files_and_unknown_names_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=str(tmp_path)):
