@@ -94,7 +94,7 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
 
 def optimizer_errors(cfg: RunConfig) -> Iterator[str]:
     """Yield the error of `optim` or `optim_args`, if there is one."""
-    if cfg.optim in BUILT_IN and not cfg.optim_args:
+    if BUILT_IN.get(cfg.optim) == "AdamW" and not cfg.optim_args:
         return  # spares other commands the import of torch
     try:
         optimizer_arguments(cfg, find_class(cfg.optim))
