@@ -52,8 +52,10 @@ class TensorParallel(Backend):
 
     def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return what the base class returns, for an optimizer with groups of whole or of sharded parameters alone."""
-        groups = enumerate(optimizer.param_groups)  # `number`: of the group that one process has, for checkpoints
-        optimizer.param_groups[:] = [part | {"number": i} for i, group in groups for part in split_by_sharding(group)]
+        groups = enumerate(optimizer.param_groups)  # as one process has them, for checkpoints
+        optimizer.param_groups[:] = [
+            part | {"original_group": i} for i, group in groups for part in split_by_sharding(group)
+        ]
         return super().prepare(model_with_loss, optimizer)
 
     def clip(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

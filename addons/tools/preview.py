@@ -61,7 +61,8 @@ def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str
         row = train_set.rows(micro.ids)[0]
         ids = row.get("input_ids", np.zeros(0, int))
         trained = has_loss(task, row, ids)
-        size = f": {len(ids)} tokens" + (f", {trained.sum()} with a loss" if trained.any() else "") if len(ids) else ""
+        per_token = isinstance(task, causal_lm.Task) or np.size(row.get("labels", ())) == len(ids)
+        size = (f": {len(ids)} tokens" + f", {trained.sum()} with a loss" * per_token) if len(ids) else ""
         yield f"\n── row {micro.ids[0]}, step {micro.step + 1}{size}\n", False
         for places in np.split(np.arange(len(ids)), np.cumsum(row.get("documents", []))[:-1].astype(int)):
             for flag, run in groupby(places, key=trained.__getitem__):

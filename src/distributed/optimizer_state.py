@@ -14,7 +14,7 @@ from src.distributed.sharded_tensors import is_partial, plain_name
 from src.runtime import private_apis
 
 SIMPLE = (torch.optim.AdamW, torch.optim.SGD)  # their groups hold only arguments of the constructor
-NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "use_muon", "number")
+NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "use_muon", "original_group")
 VALUES = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
 ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless a group is fused or capturable
 
@@ -53,7 +53,7 @@ def flatten(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     if not _is_simple(optimizer):
         for index, group in enumerate(optimizer.param_groups):
             values = {key: value for key, value in group.items() if key not in NOT_STATE and isinstance(value, VALUES)}
-            by_name[f"param_groups[{group.get('number', index)}]"] = values
+            by_name[f"param_groups[{group.get('original_group', index)}]"] = values
     flat: dict[str, Any] = {}
     for name, state in by_name.items():
         for key, value in state.items():
@@ -105,7 +105,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reader: An
             optimizer.state[parameter_of[name]] = state
         else:
             for index, group in enumerate(optimizer.param_groups):
-                if name == f"param_groups[{group.get('number', index)}]":
+                if name == f"param_groups[{group.get('original_group', index)}]":
                     group.update(state)
 
 

@@ -1,4 +1,4 @@
-"""The model and the task's loss in one module, which Accelerate wraps: built, compiled, recomputed; its kernels.
+"""The model and the task's loss in one module, which Accelerate wraps: construction, compilation, choice of kernels.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """

@@ -209,10 +209,20 @@ def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
     env = os.environ | dict(zip(names, map(str, (0, 0, 2, 2, *address, "true")), strict=True))
     command = [sys.executable, kit.REPOSITORY / "train.py", *recipe(tiny), "--output_dir", tmp_path / "run"]
     alone = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
-    kit.until(lambda: alone.poll() is not None or socket.socket().connect_ex(address) == 0)
-    alone.terminate()
-    assert alone.wait(60) == 75
-    assert "Stopped by SIGTERM before training began" in alone.stderr.read()
+    try:
+        kit.until(lambda: alone.poll() is not None or socket.socket().connect_ex(address) == 0)
+        alone.terminate()
+        assert alone.wait(60) == 75
+        assert "Stopped by SIGTERM before training began" in alone.stderr.read()
+    finally:
+        alone.kill()
+
+
+def test_run_that_never_resumes_is_told_how_to(tiny, tmp_path):
+    ranks = begin(tmp_path, [*recipe(tiny), "--resume", "never"], world=1)
+    (tmp_path / "run" / "stop").touch()
+    check_stopped(ranks, tmp_path / "run")
+    assert "run the same command without resume: never to resume" in ranks.text()
 
 
 def test_files_save_and_stop(tiny, straight, tmp_path):

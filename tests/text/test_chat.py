@@ -189,6 +189,14 @@ def test_turns_without_an_end_are_warned_about(tokenizer, capsys):
         assert capsys.readouterr().err.count("generation will not stop") == count
 
 
+def test_template_that_writes_the_date_is_warned_about(tokenizer, capsys):
+    """Rows that are prepared tomorrow would differ, and the run would not resume with them."""
+    warn_once.cache_clear()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML
+    encode_chat(tokenizer, CHAT, "row 3", None)
+    assert "the chat template writes the date" in capsys.readouterr().err
+
+
 def test_dropped_words_are_warned_about(tokenizer, capsys):
     warn_once.cache_clear()
     template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"

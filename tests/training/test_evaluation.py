@@ -66,6 +66,13 @@ def test_what_training_reports_evaluation_recomputes_to_the_last_digit(trained, 
     assert kit.run_evaluation(1, tmp_path / "checkpoint", "--checkpoint", newest) == reported
 
 
+def test_evaluation_chooses_the_kernels_that_training_does(trained, tmp_path):
+    """On a CPU, TF32 is ignored with a warning, in eval.py, too."""
+    argv = ["--checkpoint", trained.folder, "--tf32", "true", "--output_dir", tmp_path / "scores"]
+    codes, texts = kit.run_command("eval.py", *argv, folder=tmp_path, world=1)
+    assert (codes, "tf32 is ignored" in texts[0]) == ([0], True), texts
+
+
 def test_fewer_examples_than_ranks(trained, files, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text((files / "validation.jsonl").read_text().splitlines(True)[0])

@@ -1,6 +1,9 @@
 """The gradient of one global batch and its update, against a loop written without any of our code."""
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -230,3 +233,11 @@ def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, few):
         assert torch.backends.cuda.cudnn_sdp_enabled() == bool(few)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("name, printed", [("OTHER", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "None")])
+def test_memory_of_a_gpu_is_expandable_unless_the_user_decides(name, printed):
+    environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {name: "x:1"}
+    command = [sys.executable, "-c", "import src, os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
+    done = subprocess.run(command, env=environment, cwd=kit.REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.strip() == printed, done.stderr

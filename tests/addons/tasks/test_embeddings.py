@@ -112,3 +112,11 @@ def test_evaluation_by_hand(folder, tmp_path):
     by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:])
     assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
     assert 0 < line["mrr"] < 1
+
+
+def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"query": "b", "found": "c", "negative": "d"}] * 9)
+    fields = recipe(folder, train_file=file, validation_file=file)
+    del fields["negative_column"]
+    kit.open_data(**fields)
+    assert "the column negative is not used: give --negative_column negative" in capsys.readouterr().err
