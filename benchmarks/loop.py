@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,21 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-import datasets
 import numpy as np
 import torch
 import yaml
 
 import train
+from benchmarks.forked_ranks import in_ranks
 from benchmarks.plain import Plain, direct_loss, labels_loss
-from src.config import parsing
 from src.config.paths import REPOSITORY
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.data_loader import BatchReader, group_by_step
-from src.data.dataset import prepare_datasets
-from src.tasks import OPTIONS, make_task
 
-BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
+LOGGING_STEPS = 10
+BARS = {"10 ms": 0.93, "200 ms": 0.97, "start": 1.05}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 LARGE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 CASES = {  # name -> (model, longest row, global batch, micro-batch, steps per block, blocks)
@@ -68,65 +65,67 @@ class Stop(Exception):
     """Raised when the measurement is complete, so that train.train does nothing after its last step."""
 
 
+class Interleaved(train.RunLogger):
+    """The logger of a run that measures its steps; after each block of steps, the plain loop does the same steps.
+
+    The plain loop has a model of its own, and gets the same micro-batches as padded tensors in memory, so only ours pays
+    for reading and collating. `measure` sets the attributes of the class."""
+
+    loss, block, blocks, clock = "", 0, 0, time.perf_counter
+    times: dict[str, list[float]]  # seconds of a step, by program and block
+    losses: dict[str, list]
+
+    def __init__(self, run, *more):
+        super().__init__(run, *more)
+        self.accelerator = run.backend.accelerator
+        ranks, model = self.accelerator.num_processes, run.task.build()  # the initial weights of ours
+        if ranks > 1:
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            model = torch.nn.parallel.DistributedDataParallel(model, **options)
+        self.plain = Plain(model, LOSSES[self.loss], run.cfg.learning_rate, run.cfg.max_steps, ranks)
+        self.ready = steps_in_memory(run.cfg, run.task, run.datasets["train"], self.accelerator)
+        self.steps, self.mark = 0, self.clock()
+
+    def add_step(self, *values):
+        super().add_step(*values)
+        self.steps += 1
+        if self.steps % self.block:
+            return
+        self.times["ours"].append((self.clock() - self.mark) / self.block)
+        steps = [next(self.ready) for _ in range(self.block)]
+        self.accelerator.wait_for_everyone()
+        self.mark = self.clock()
+        for batches, weight in steps:
+            self.losses["plain"].append((float(self.plain.step(batches, weight)), weight))
+        self.times["plain"].append((self.clock() - self.mark) / self.block)
+        if self.steps == self.block * self.blocks:
+            raise Stop
+        self.accelerator.wait_for_everyone()
+        self.mark = self.clock()
+
+    def _line(self, kind, values):
+        super()._line(kind, values)
+        self.losses["ours"].append(values["loss"])
+
+    def say(self, text):
+        """Print nothing, so that only the table of results is shown."""
+
+
 def measure(case: str, loss: str, folder: Path, clock) -> dict:
     """Return the median step times and the median of their ratio, plain / ours (above 1: ours is faster).
 
-    Ours is train.py itself. After each block of steps, the plain loop does the same steps on its own model. It gets the
-    same micro-batches as padded tensors in memory, so only ours pays for reading and collating.
-    """
+    Ours is train.py itself, with another logger."""
     _, _, size, micro, block, blocks = CASES[case]
-    datasets.disable_progress_bars()
-    total = block * (blocks + 1)
-    fields = {"max_steps": total + 1, "save_steps": 10**6, "global_batch_size": size, "per_device_batch_size": micro}
-    words = flags(folder, "run", learning_rate=1e-3, **fields)
-    run, options = parsing.parse(words, OPTIONS)
-    task = make_task(run, options)
-    split = prepare_datasets(run, task, wanted=("train",))["train"]
-    times = {"ours": [], "plain": []}
-    losses = {"ours": [], "plain": []}
-
-    class Interleave(train.RunLogger):
-        def __init__(self, *known):
-            super().__init__(*known)
-            self.accelerator = self.run.backend.accelerator
-            ranks, model = self.accelerator.num_processes, task.build()  # the initial weights of ours
-            if ranks > 1:
-                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-                model = torch.nn.parallel.DistributedDataParallel(model, **options)
-            self.plain = Plain(model, LOSSES[loss], run.learning_rate, run.max_steps, ranks)
-            self.ready = steps_in_memory(run, task, split, self.accelerator)
-            self.steps, self.mark = 0, clock()
-
-        def add_step(self, *values):
-            super().add_step(*values)
-            self.steps += 1
-            if self.steps % block:
-                return
-            times["ours"].append((clock() - self.mark) / block)
-            steps = [next(self.ready) for _ in range(block)]
-            self.accelerator.wait_for_everyone()
-            self.mark = clock()
-            for batches, weight in steps:
-                losses["plain"].append((float(self.plain.step(batches, weight)), weight))
-            times["plain"].append((clock() - self.mark) / block)
-            if self.steps == total:
-                raise Stop
-            self.accelerator.wait_for_everyone()
-            self.mark = clock()
-
-        def _line(self, kind, values):
-            super()._line(kind, values)
-            losses["ours"].append(values["loss"])
-
-        def say(self, text):
-            """Print nothing, so that only the table of results is shown."""
-
-    train.RunLogger = Interleave
+    fields = {"max_steps": block * (blocks + 1) + 1, "save_steps": 10**6, "learning_rate": 1e-3}
+    fields |= {"global_batch_size": size, "per_device_batch_size": micro, "logging_steps": LOGGING_STEPS}
+    times, losses = ({"ours": [], "plain": []} for _ in range(2))
+    settings = {"loss": loss, "block": block, "blocks": blocks + 1, "clock": staticmethod(clock)}
+    train.RunLogger = type("Measured", (Interleaved,), settings | {"times": times, "losses": losses})
     with suppress(Stop):
-        train.main(words)
+        train.main(flags(folder, "run", **fields))
     if "RANK" not in os.environ:  # with several ranks, each knows only its share of the plain loss
-        check_same(losses, run.logging_steps)
-    ours, other = ([1e3 * seconds for seconds in found[1:]] for found in times.values())  # block 1 is the warmup
+        check_same(losses, LOGGING_STEPS)
+    ours, other = ([1e3 * seconds for seconds in of_blocks[1:]] for of_blocks in times.values())  # block 1: the warmup
     return summary(ours, other, "ms", [b / a for a, b in zip(ours, other, strict=True)])
 
 
@@ -170,29 +169,6 @@ def check_same(losses: dict, every: int) -> None:
     ours = np.array(losses["ours"])  # lacks the last line: the measurement ends before it
     worst = np.abs(ours / plain[: len(ours)] - 1).max()
     assert worst < 1e-3, f"the two loops train differently: their losses differ by {worst:.2%}"
-
-
-def in_ranks(processes: int, threads: int, target, *args):
-    """Run `target(*args)` in `processes` forked ranks; return the value of rank 0. Imports are done before the fork."""
-    results = torch.multiprocessing.get_context("fork").SimpleQueue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    everything = (processes, port, threads, results, target, args)
-    torch.multiprocessing.start_processes(_rank, everything, processes, start_method="fork")
-    return results.get()
-
-
-def _rank(rank: int, world: int, port: int, threads: int, results, target, args) -> None:
-    torch.set_num_threads(threads)
-    if world > 1:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        os.environ |= dict(zip(names, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
-    result = target(*args)
-    if rank == 0:
-        results.put(result)
-    sys.stdout.flush()
-    os._exit(0)  # skips the teardown of a process group that other ranks still use
 
 
 def starts(folder: Path) -> tuple[float, float]:

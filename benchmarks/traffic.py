@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import loop
+from benchmarks.forked_ranks import in_ranks
 
 BAR = 1.15
 GLOBAL = 16  # examples per step: 2 ranks × 1 micro-batch of 8, or 2 ranks × 8 micro-batches of 1
@@ -43,7 +44,7 @@ def bytes_of(folder: Path, micro: int, steps: int) -> int:
     words = loop.flags(
         folder, f"run{micro}_{steps}", global_batch_size=GLOBAL, per_device_batch_size=micro, max_steps=steps
     )
-    loop.in_ranks(2, 1, loop.train.main, words)
+    in_ranks(2, 1, loop.train.main, words)
     return sent() - before
 
 

@@ -1,0 +1,82 @@
+"""The cases of benchmarks/gpu.py: models, rows and how they are trained."""
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; `against` names the case whose ours it is compared with."""
+
+    model: dict
+    longest: int
+    micro_batch: int
+    global_batch: int
+    steps: int
+    warmup: int = 10  # steps before the clock starts: compilation, allocation
+    ragged: bool = False
+    lora: bool = False
+    compile: bool = True
+    flags: dict = field(default_factory=dict)  # of train.py alone
+    environment: dict = field(default_factory=dict)  # of every program
+    programs: tuple[str, ...] = ("ours", "plain", "trainer")
+    against: str = ""
+    rounds: int = 1  # the programs take turns; medians
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.rounds > 1
+
+
+def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool = True) -> dict:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+M124 = llama(50304, 768, 2048, 12, 12, 12)
+M12 = llama(32000, 256, 768, 4, 4, 4)
+
+
+def packed(**flags: str) -> Case:
+    flags = {"packing": "true"} | flags
+    return Case(M124, 1024, 32, 128, 40, ragged=True, flags=flags, programs=("ours",), against="124m")
+
+
+RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 20, 5, ragged=True, compile=False)
+
+
+def ragged(**changes) -> Case:
+    """Return the ragged case with one change, to find what it waits for; measured only if it is named."""
+    return replace(RAGGED, programs=("ours",), against="ragged", **changes)
+
+
+CASES = {
+    "124m": Case(M124, 1024, 32, 128, 40),
+    "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 30),
+    "ragged": RAGGED,
+    "ragged_cudnn": ragged(flags={"pad_to_multiple_of": 1}),  # the same rows; attention as torch chooses it
+    "ragged_fixed_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
+    "ragged_padded": ragged(flags={"pad_to_multiple_of": 64}),
+    "ragged_compiled": ragged(flags={"pad_to_multiple_of": 64}, compile=True, warmup=10),
+    "ragged_tokens": ragged(flags={"per_device_batch_tokens": 16384}),
+    "packed": packed(),
+    "packed_varlen": packed(attn_implementation="varlen"),
+    "packed_flex": packed(attn_implementation="flex_attention"),
+    "cpu_equal": Case(M12, 128, 8, 32, 20, 5, compile=False, rounds=3),
+    "cpu_ragged": Case(M12, 512, 8, 16, 15, 5, ragged=True, compile=False, rounds=3),
+    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 16, 20, 5, lora=True),
+}
+
+
+def tiny(case: Case) -> Case:
+    """Return the case in a size for a CPU."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
+    model = case.model | heads | {"num_hidden_layers": 2, "vocab_size": 512}
+    return replace(case, model=model, longest=64, micro_batch=2, global_batch=4, steps=20, warmup=10, compile=False)

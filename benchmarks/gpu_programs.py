@@ -1,0 +1,193 @@
+"""The programs that benchmarks/gpu.py compares: train.py, a plain compiled loop, the Trainer; the same rows and model for all."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from gpu_cases import Case
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EVERY = 5  # steps between two times
+
+
+def write_inputs(case: Case, folder: Path) -> None:
+    """Write `rows.parquet` (token ids, Zipf distributed) and `model.json` into `folder`."""
+    import numpy as np
+    import pyarrow
+    from pyarrow import parquet
+
+    rng, count = np.random.default_rng(0), 4096
+    lengths = [case.longest] * count
+    if case.ragged:  # log-normal, mean 367 of 2,048 tokens: the shape of answers and short documents
+        lengths = np.clip(rng.lognormal(5.5, 0.9, count) * case.longest / 2048, 8, case.longest).astype(int)
+    rows = [(rng.zipf(1.2, length) % case.model["vocab_size"]).astype("int32") for length in lengths]
+    parquet.write_table(pyarrow.table({"input_ids": rows}), folder / "rows.parquet")
+    (folder / "model.json").write_text(json.dumps(case.model | {"max_position_embeddings": case.longest}))
+
+
+def build_model(case: Case, folder: Path):
+    """Return the model of the plain loop and the Trainer, on the device, with LoRA if the case has it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads((folder / "model.json").read_text()))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        dtype = torch.bfloat16 if case.lora else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
+
+
+def pad(rows: list[dict], mask_needed: bool) -> dict:
+    import torch
+
+    width = max(len(row["input_ids"]) for row in rows)
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        length = len(row["input_ids"])
+        ids[i, :length], mask[i, :length] = torch.as_tensor(row["input_ids"]), 1
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    return batch | {"attention_mask": mask} if mask_needed else batch
+
+
+class Clock:
+    """Prints the time of every fifth step, after the device has finished it, and at the end the peak of memory."""
+
+    def __init__(self):
+        import torch
+
+        self.cuda = torch.cuda if torch.cuda.is_available() else None
+        self.times: dict[int, float] = {}
+
+    def step_done(self, step: int) -> None:
+        if step % EVERY == 0:
+            if self.cuda:
+                self.cuda.synchronize()
+            self.times[step] = time.time()
+
+    def report(self) -> None:
+        peak = self.cuda.max_memory_allocated() / 2**30 if self.cuda else None
+        print(json.dumps({"times": self.times, "peak_gib": peak}))
+
+
+# ---- the three programs ------------------------------------------------------------------------------------------------
+
+
+def train_plain(case: Case, folder: Path) -> None:
+    """The best hand-written loop: compiled model, fused AdamW, autocast, pinned rows, clipping, accumulation."""
+    import torch
+    from datasets import load_dataset
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train")
+    loader = torch.utils.data.DataLoader(
+        rows,
+        batch_size=case.micro_batch,
+        shuffle=True,
+        num_workers=2,
+        pin_memory=device == "cuda",
+        collate_fn=lambda rows: pad(rows, case.ragged),
+    )
+    model = build_model(case, folder).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    compiled = torch.compile(model) if case.compile else model
+    clock, accumulate = Clock(), case.global_batch // case.micro_batch
+    micro_batches = (batch for _ in range(1000) for batch in loader)
+    for step in range(1, case.steps + 1):
+        for _ in range(accumulate):
+            batch = {name: value.to(device, non_blocking=True) for name, value in next(micro_batches).items()}
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=not case.on_cpu):
+                loss = compiled(**batch).loss / accumulate
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.step_done(step)
+    clock.report()
+
+
+def train_trainer(case: Case, folder: Path) -> None:
+    """The Trainer of transformers with its fast options; its defaults where rows are ragged."""
+    from datasets import load_dataset
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    clock = Clock()
+
+    class Times(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            clock.step_done(state.global_step)
+
+    options = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        bf16=not case.on_cpu,
+        torch_compile=case.compile,
+        per_device_train_batch_size=case.micro_batch,
+        gradient_accumulation_steps=case.global_batch // case.micro_batch,
+        max_steps=case.steps,
+        optim="adamw_torch_fused",
+        learning_rate=1e-4,
+        logging_steps=EVERY,
+        save_strategy="no",
+        report_to=[],
+        dataloader_num_workers=2,
+        remove_unused_columns=False,
+        use_cpu=clock.cuda is None,
+    )
+    Trainer(
+        model=build_model(case, folder),
+        args=options,
+        train_dataset=load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train"),
+        data_collator=lambda rows: pad(rows, case.ragged),
+        callbacks=[Times()],
+    ).train()
+    clock.report()
+
+
+def train_ours(case: Case, folder: Path) -> None:
+    """train.py itself: only its logger is watched, for the time of a step."""
+    os.chdir(REPOSITORY)
+    sys.path.insert(0, str(REPOSITORY))
+    import train
+
+    clock = Clock()
+
+    class Timed(train.RunLogger):
+        def add_step(self, *values):
+            super().add_step(*values)
+            clock.step_done(self.state.step)
+
+    train.RunLogger = Timed
+    train.main([str(word) for name, value in ours_flags(case, folder).items() for word in (f"--{name}", value)])
+    clock.report()
+
+
+def ours_flags(case: Case, folder: Path) -> dict:
+    flags = {
+        "model_config": folder / "model.json",
+        "train_file": folder / "rows.parquet",
+        "output_dir": folder / "ours",
+        "cache_dir": folder / "cache",
+        "max_length": case.longest,
+        "global_batch_size": case.global_batch,
+        "per_device_batch_size": case.micro_batch,
+        "max_steps": case.steps,
+        "learning_rate": 1e-4,
+        "logging_steps": EVERY,
+        "save_steps": 10**6,
+        "resume": "never",
+        "compile": str(case.compile).lower(),
+    }
+    if case.lora:
+        adapter = {"type": "lora", "r": 16, "target": "all-linear"}
+        flags |= {"peft": json.dumps(adapter), "dtype": "bfloat16", "gradient_checkpointing": "true"}
+    return flags | case.flags
+
+
+PROGRAMS = {"ours": train_ours, "plain": train_plain, "trainer": train_trainer}
