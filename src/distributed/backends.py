@@ -144,7 +144,7 @@ class Backend:
     @contextmanager
     def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
         """Do not reduce gradients in the backward pass within, unless it is of the last micro-batch of the step."""
-        if unless:
+        if unless or self.accelerator.num_processes == 1:
             yield
         else:
             with self.accelerator.no_sync(module):
@@ -179,7 +179,10 @@ class Backend:
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
         """Run the backward pass and nothing else; each backend defines it."""
-        self.accelerator.backward(loss)
+        if self.accelerator.scaler is None:
+            loss.backward()  # accelerate's own would also divide the loss by 1: two more kernels for each micro-batch
+        else:
+            self.accelerator.backward(loss)
 
     def unscale_gradients(self) -> None:
         """Divide `.grad` by the loss scale of fp16, once per step; without a gradient scaler, do nothing."""
