@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained; `against` names the case whose ours it is compared with."""
+    """A model and how it is trained; `against` names the case that ours is compared with."""
 
     model: dict
     longest: int

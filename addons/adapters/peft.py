@@ -31,7 +31,7 @@ WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  #
 REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
 REFUSED_OPTIONS = {
     "megatron_core": "it imports a module by name",
-    "module_dropout": "it skips layers at random, whose gradients other processes wait for: give rank_dropout",
+    "module_dropout": "it skips layers at random, and other processes wait for their gradients: give rank_dropout",
 }
 INITIAL = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base model as it is
 

@@ -60,7 +60,7 @@ class DeepSpeed(Backend):
         module.backward(loss, scale_wrt_gas=False)
 
     def _check_same_parameters(self, loss: torch.Tensor) -> None:
-        """Raise UsageError on all ranks if they use different parameters, whose gradients ZeRO would add. A collective."""
+        """Raise UsageError on all ranks if they use different parameters: ZeRO would add their gradients. A collective."""
         reached = {id(p) for p in reached_parameters(loss)}
         unused = [name for name in sorted(self.trainable) if id(self.parameters[name]) not in reached]
         if len(differing := self.hosts.union({", ".join(unused)})) > 1:

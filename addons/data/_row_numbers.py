@@ -33,7 +33,7 @@ class Column:
     field: str
     name: str
     weights: bool = False  # no number may be negative, and the array holds their cumulative sums
-    hint: str = ""  # for data whose rows are not the raw rows
+    hint: str = ""  # for data with other rows than the raw rows
 
     def file(self, folder: Path) -> Path:
         """Return the record of this column in the folder of a split; the array is beside it, as .npy."""

@@ -192,4 +192,4 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
     if len(moving) > 1:
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
-        yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
+        yield f"mixture: {name} is also the name of a technique, which names its metrics {name}/loss: rename the source"

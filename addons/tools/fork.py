@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
         subprocess.run(["git", *words], cwd=target, check=True, stdout=subprocess.DEVNULL)
     print(f"{target}: the core, and the add-ons {', '.join(kept) or 'none'}.")
     run_files = {path.name for path in (REPOSITORY / "configs").glob("*.yaml")} - {*os.listdir(target / "configs")}
-    print(f"Left out, because an add-on is missing: {', '.join(sorted(run_files))}\n" * bool(run_files), end="")
+    print(f"Not copied, because an add-on is missing: {', '.join(sorted(run_files))}\n" * bool(run_files), end="")
     print("Next: cd there, git commit, make setup, make test.")
 
 

@@ -60,7 +60,7 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
 def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> None:
     """Raise RuntimeError if `save_pretrained` has written weights of the model that training changes meanwhile.
 
-    Compares one vector, the last of those whose name the files have; transformers may convert matrices."""
+    Compares one vector, the last one that the files have under the same name; transformers may convert matrices."""
     for path in sorted(folder.glob("*.safetensors"), reverse=True):
         with safe_open(path, "pt") as file:
             vectors = [name for name in file.keys() if name in tensors and tensors[name].dim() == 1]  # noqa: SIM118

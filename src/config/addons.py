@@ -98,7 +98,7 @@ def missing_addon(name: str, value: Any = None) -> str | None:
 
 
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
-    """Return the function `name` of each add-on that has it and of which the run file changes a field's default."""
+    """Return the function `name` of each add-on that has it and that the run file uses: a field is not its default."""
     return [getattr(each, name) for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each)]
 
 

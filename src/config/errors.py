@@ -68,7 +68,7 @@ def list_errors(errors: list[str]) -> str:
     return f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors)
 
 
-# ---- errors of a disk or network file system, told from errors of code by their number ----------------------------------
+# ---- errors of a disk or network file system, known by their number ---------------------------------------------------
 
 NUMBERS = {  # the first line: a full or failing disk; the second: permissions; the rest: network file systems
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EBUSY),

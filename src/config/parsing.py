@@ -30,7 +30,7 @@ SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
 NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
-DATA_FILES = ("train_file", "validation_file")  # lists of which `none` is no item
+DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
 HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
 TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
     "dataset_name": {"train_file", "mixture"},

@@ -134,6 +134,10 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
     """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
     if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
+    if cfg.model_revision != RunConfig.model_revision and not cfg.model_name_or_path:
+        yield f"model_revision {cfg.model_revision} is ignored: it is that of model_name_or_path, which is not given"
+    if cfg.ddp_comm_hook != "no" and os.environ.get("WORLD_SIZE", "1") == "1":
+        yield f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored on one process"
     if cfg.early_stopping_patience and not cfg.eval_steps:
         yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
     name, _ = best_by(cfg)

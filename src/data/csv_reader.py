@@ -39,7 +39,7 @@ def csv_tables(self, base_files, files_iterables):
 
 
 def _read_csv(open_file: Callable, file: str, delimiter: str, types: dict) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a CSV file, whose columns are numbers, bools or text. Raise UsageError for a bad row.
+    """Yield the rows of a CSV file: numbers, bools and text. Raise UsageError for a bad row.
 
     `types` are those of the columns of earlier files, and get those of this file."""
     from pyarrow import csv as arrow_csv
@@ -84,7 +84,7 @@ def _is_text(kind: pa.DataType, cells: pa.Array) -> bool:
 
 
 class _StrictQuotes(io.RawIOBase):
-    """A CSV file whose quotes are checked while it is read: pyarrow takes all rows after an open quote as one cell."""
+    """A CSV file that checks its quotes while it is read: pyarrow takes all rows after an open quote as one cell."""
 
     def __init__(self, binary, file: str, delimiter: str):
         csv.field_size_limit(CSV_BLOCK)

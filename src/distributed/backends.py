@@ -153,7 +153,7 @@ class Backend:
     def as_after_a_step(self, compute: Callable) -> Callable:
         """Return `compute`, which computes the gradient of a step, so that a resumed run sums as the undisturbed one.
 
-        DDP orders its buckets anew after the first backward pass of a process, and how three ranks or more round a sum
+        DDP orders its buckets again after the first backward pass of a process, and how three ranks or more round a sum
         depends on that order. So a process that resumes computes its first gradient twice."""
 
         def compute_first_twice(backend: Any, module: torch.nn.Module, batch: list, total_weight: float) -> Any:

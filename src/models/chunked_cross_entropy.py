@@ -144,7 +144,7 @@ def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """A loss whose gradients by its inputs are known already."""
+    """A loss with gradients by its inputs that are known already."""
 
     @staticmethod
     def forward(ctx, loss, gradients: list[torch.Tensor | None], *inputs):

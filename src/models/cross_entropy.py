@@ -110,7 +110,7 @@ class ClassCrossEntropy(CrossEntropy):
         """Replace `balanced` by numbers that `column` of the training rows gives, class ids or lists of them.
 
         Rows of a mixture count once each, whatever the weight of their source. A class without rows has the weight 0.
-        Raise UsageError unless there is then one weight of 0 or more for each class, or none at all."""
+        Raise UsageError unless there is then one weight of 0 or more for each class, not all 0, or none at all."""
         parts = [part for _, _, part in train_set.segments()] if train_set is not None else []
         if self.class_weights == ["balanced"] and parts:
             counts = np.zeros(len(labels))
@@ -119,12 +119,12 @@ class ClassCrossEntropy(CrossEntropy):
             shares = counts.sum() / (len(labels) * counts.clip(min=1))
             self.class_weights = [repr(float(weight)) for weight in np.where(counts, shares, 0.0)]
         with suppress(ValueError):
-            is_valid = all(0 <= float(value) < float("inf") for value in self.class_weights)
-            if is_valid and len(self.class_weights) in (0, len(labels)):
+            weights = [float(value) for value in self.class_weights]
+            if not weights or (len(weights) == len(labels) and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
                 return
         raise UsageError(
             f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes: give a number of 0 or "
-            f"more for each, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams and no pixels"
+            f"more for each, not all 0, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams and no pixels"
         )
 
     def weigh(

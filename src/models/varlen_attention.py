@@ -34,7 +34,7 @@ def use_in(model: Any) -> Any:
     """Return the model, built with sdpa, with this attention; rows that are not packed have sdpa's masks.
 
     transformers lets every model have a kernel that it does not know, and refuses sdpa where it would be wrong. Raise
-    UsageError for a model whose attention is its own."""
+    UsageError for a model with an attention of its own."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, varlen_attention)

@@ -78,9 +78,9 @@ def _check_links(folder: Path) -> None:
 
 
 def has_lost_lock(folder: Path) -> bool:
-    """Return True if a new run has begun in the place of this one, whose folder was deleted.
+    """Return True if a new run has begun in the place of this one after its folder was deleted.
 
-    If another file took the place of the lock, but nobody holds it, lock that one."""
+    If another file took the place of the lock, and no process holds it, lock that one."""
     lock = _locks.get(folder.absolute())
     with suppress(OSError):  # deleted, or the file system does not answer
         if lock is not None and not os.path.samestat(lock[1], os.stat(_lock_file(folder))):

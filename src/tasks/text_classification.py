@@ -45,6 +45,8 @@ class Options(cross_entropy.ClassCrossEntropy):
         if self.regression and (self.r_drop_alpha or not self.is_plain_loss):
             names = "label_smoothing_factor, z_loss, focal_gamma, class_weights and r_drop_alpha"
             return [f"regression is true: it has a squared error, so remove {names}"]
+        if self.regression and "f1" in self.metrics:
+            return ["metrics: f1 compares classes, but regression is true: remove it, or give pearson or spearman"]
         return []
 
 

@@ -38,7 +38,7 @@ def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, co
             )
         # Numbers are sorted by value: 2 before 10.
         distinct = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
-        if any(isinstance(value, float) for value in distinct):
+        if any(isinstance(value, float | bytes) for value in distinct):
             raise UsageError(f"{split} data: `{column}` holds {distinct[0]}: give labels that are names or integers")
         if -100 in distinct:
             raise UsageError(f"{split} data: `{column}` holds -100, which is no class: remove it from the rows")

@@ -65,7 +65,7 @@ def evaluate(
 
 
 def share_of_rank(backend: Backend, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
-    """Return the micro-batches of this rank; a sharded model, of which each pass is a collective, gets dummies."""
+    """Return the micro-batches of this rank; a sharded model gets dummies, because each pass is a collective."""
     mine = micro_batches[backend.data_rank :: backend.data_world_size]
     return mine + [replace(micro_batches[0], dummy=True)] * (rounds - len(mine)) * backend.is_sharded
 

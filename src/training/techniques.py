@@ -20,7 +20,7 @@ class Techniques:
 
     copies = 0  # of the trained weights, in float32, that checkpoints hold
     copies_in_step = 0  # of them in memory within a step
-    final = ""  # name of the technique whose average of weights final/ holds
+    final = ""  # name of the technique that averages the weights in final/
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         """Change the model before it is compiled, wrapped and given to the optimizer."""
