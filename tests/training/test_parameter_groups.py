@@ -17,9 +17,8 @@ GROUPS |= {"*.mlp.*": {"lr_factor": 0.2}}  # the first pattern that matches deci
 
 
 def fields(folder) -> dict:
-    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     return technique_runs.files(folder) | {
-        "model_config": kit.write_yaml(Path(folder, "two_layers.yaml"), kit.TINY | off | {"n_layer": 2}),
+        "model_config": kit.write_yaml(Path(folder, "two_layers.yaml"), kit.EXACT),
         "lr_layer_decay": DECAY,
         "freeze": ["*.wpe.weight", "*.attn.c_proj.bias"],
         "parameter_groups": json.dumps(GROUPS),

@@ -47,12 +47,14 @@ def assert_same(run: kit.Run, whole: kit.Run) -> None:
 
 
 def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
-    """Killed in the middle of the epoch (step 7), then in its tail (step 11), with which four ranks begin."""
+    """Killed in the middle of the epoch (step 7), then in its tail (step 11), with which four ranks begin; they are killed
+    in the first step of the third epoch, and begin again with the checkpoint of the end of the second."""
     flags, folder = recipe(tiny, dtype="float64"), tmp_path / "run"
-    train_until_killed(7, 2, folder, *flags)
-    train_until_killed(11, 1, folder, *flags)
-    assert_same(kit.run_training(4, folder, *flags), whole)
+    for step, world in ((7, 2), (11, 1), (23, 4)):
+        train_until_killed(step, world, folder, *flags)
     assert "step_00000010" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert_same(kit.run_training(4, folder, *flags), whole)
+    assert "step_00000022" in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert len(kit.ledger_text(folder).splitlines()) == 1 + STEPS
 
 
@@ -104,13 +106,6 @@ def test_losses_are_summed_alike_in_vectors_of_any_length(tmp_path):
     for in_order, reduced in kit.spawn(3, _sums_alone_and_together, out=tmp_path):
         assert in_order == 0
         assert reduced > 0
-
-
-def test_killed_at_the_end_of_an_epoch(tiny, whole, tmp_path):
-    """Saved after the tail (save_steps 11), and killed in the first step of the next epoch."""
-    flags, folder = recipe(tiny, dtype="float64", save_steps=11), tmp_path / "run"
-    train_until_killed(12, 4, folder, *flags)
-    assert_same(kit.run_training(2, folder, *flags), whole)
 
 
 def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypatch):
