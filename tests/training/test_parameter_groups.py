@@ -78,6 +78,12 @@ def test_depths_count_layers_in_the_order_of_the_model():
     assert {name: depths[f"{name}.weight"] for name in expected} == expected
 
 
+def test_frozen_parameters_are_in_no_group():
+    model = TwoLists()
+    groups = make_optimizer(RunConfig(freeze=["embed.*"]), model).param_groups
+    assert not any(parameter is model.embed.weight for group in groups for parameter in group["params"])
+
+
 # ---- patterns ----------------------------------------------------------------------------------------------------------
 
 
