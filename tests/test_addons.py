@@ -24,12 +24,8 @@ def named_in(source: str) -> list[str]:
     return re.findall(r"^ *(?:from|import) (?:addons|samples)\b|[\"'](?:addons\.\w+|samples)\.\w+[\"']", source, re.M)
 
 
-def core_files() -> list[Path]:
-    return [kit.REPOSITORY / "train.py", kit.REPOSITORY / "eval.py", *sorted((kit.REPOSITORY / "src").rglob("*.py"))]
-
-
 def test_core_names_no_addon_and_only_the_lists_import_what_they_find():
-    for path in core_files():
+    for path in (kit.REPOSITORY / "train.py", kit.REPOSITORY / "eval.py", *(kit.REPOSITORY / "src").rglob("*.py")):
         assert named_in(path.read_text()) == [], path
         is_list = str(path.relative_to(kit.REPOSITORY)) in LISTS
         assert bool(re.search(r'import_module\(f?"(addons|samples)\b', path.read_text())) == is_list, path
