@@ -39,13 +39,11 @@ def recipe(files, **flags):
 
 def plain_loop(files, steps: int) -> tuple[list[float], list[float], dict]:
     """Full batches, torch's AdamW with decay groups, clipping at 1, linear schedule with warm-up; only the ids are ours."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     rows = [json.loads(line)["input_ids"] for line in (files / "train.jsonl").read_text().splitlines()]
     torch.manual_seed(42)
-    model = LlamaForCausalLM._from_config(
-        LlamaConfig(**{k: v for k, v in kit.LLAMA.items() if k != "model_type"}), dtype=torch.float64
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.LLAMA), dtype=torch.float64)
     named = list(model.named_parameters())
     optimizer = torch.optim.AdamW(
         [
