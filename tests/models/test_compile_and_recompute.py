@@ -53,7 +53,7 @@ def test_activations_are_recomputed(files):
 
 
 def test_recomputation_has_the_same_dropout_under_ddp_with_accumulation(files, tmp_path):
-    """The reentrant form would reduce gradients twice."""
+    """A recomputed forward pass draws the same masks again."""
     flags = recipe(files, "gpt2.yaml")
     kept = kit.run_training(1, tmp_path / "kept", *flags)
     run = kit.run_training(2, tmp_path / "run", *flags, "--gradient_checkpointing", "true")
