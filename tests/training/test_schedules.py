@@ -45,8 +45,9 @@ def rates(name: str, total: int = 40, warmup: int = 4, peak: float = 2.0, **kwar
     return [schedule(update) for update in range(total)]
 
 
-def test_warmup_from_a_value():
-    cfg = RunConfig(learning_rate=2.0, lr_scheduler_type="cosine", warmup_steps=4, warmup_start_lr=1.0)
+@pytest.mark.parametrize("name", ["cosine", "warmup_stable_decay"])
+def test_warmup_from_a_value(name):
+    cfg = RunConfig(learning_rate=2.0, lr_scheduler_type=name, warmup_steps=4, warmup_start_lr=1.0)
     schedule = make_schedule(cfg, 40)
     assert [schedule(u) for u in range(5)] == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0])
-    assert [schedule(u) for u in range(4, 40)] == rates("cosine")[4:]
+    assert [schedule(u) for u in range(4, 40)] == rates(name)[4:]
