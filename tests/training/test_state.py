@@ -38,16 +38,8 @@ def infinite_with_a_finite_gradient(loss: torch.Tensor, model) -> torch.Tensor:
 
 def one_gradient_not_a_number(loss: torch.Tensor, model) -> torch.Tensor:
     """A finite loss; the gradient of a single parameter has a single number that is none."""
-    parameter = model.get_input_embeddings().weight
-
-    def spoil(gradient):
-        handle.remove()
-        gradient = gradient.clone()
-        gradient[3, 3] = float("nan")
-        return gradient
-
-    handle = parameter.register_hook(spoil)
-    return loss
+    weight = model.get_input_embeddings().weight
+    return loss + (0.0 * weight[3, 3]).sqrt()
 
 
 def poison(monkeypatch, fault, steps) -> None:
