@@ -24,12 +24,8 @@ def named_in(source: str) -> list[str]:
     return re.findall(r"^ *(?:from|import) (?:addons|samples)\b|[\"'](?:addons\.\w+|samples)\.\w+[\"']", source, re.M)
 
 
-def core_files() -> list[Path]:
-    return [kit.REPOSITORY / "train.py", kit.REPOSITORY / "eval.py", *sorted((kit.REPOSITORY / "src").rglob("*.py"))]
-
-
 def test_core_names_no_addon_and_only_the_lists_import_what_they_find():
-    for path in core_files():
+    for path in (kit.REPOSITORY / "train.py", kit.REPOSITORY / "eval.py", *(kit.REPOSITORY / "src").rglob("*.py")):
         assert named_in(path.read_text()) == [], path
         is_list = str(path.relative_to(kit.REPOSITORY)) in LISTS
         assert bool(re.search(r'import_module\(f?"(addons|samples)\b', path.read_text())) == is_list, path
@@ -71,13 +67,13 @@ def core(tmp_path_factory) -> Path:
     return folder
 
 
-def python(folder: Path, *words, timeout: float = 600) -> str:
-    """Run Python in `folder`; return what it prints."""
+def python(folder: Path, *words, code: int = 0) -> str:
+    """Run Python in `folder`; return what it prints, on stderr if it shall end with another exit code than 0."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=timeout, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=600, check=False)
+    assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
+    return done.stderr if code else done.stdout
 
 
 def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
@@ -104,8 +100,6 @@ def test_all_tests_of_the_core_are_collected(core):
 
 def test_missing_addon_is_one_sentence_and_exit_code_2(core):
     flags = kit.flags(config="configs/stdlib_lm.yaml", peft="{type: lora, r: 4}", dry_run=True)
-    done = subprocess.run([sys.executable, "train.py", *flags], cwd=core, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
+    [line] = python(core, "train.py", *flags, code=2).strip().splitlines()
     if list((kit.REPOSITORY / "addons").glob("adapters/peft*")):
-        assert "addons/adapters/peft" in done.stderr
+        assert "addons/adapters/peft" in line

@@ -13,17 +13,14 @@ from tests.helpers.ranks import RankFailed, fork, spawn
 from tests.helpers.runs import Run
 
 
-def _command(script, argv, folder):
+def _command(script, argv, folder, leads_group=False):
     from src.runtime.exit_codes import run_main
 
+    if leads_group:
+        os.setpgrp()
     os.chdir(folder)
     sys.argv = [script, *(str(word) for word in argv)]
     run_main(import_module(script.removesuffix(".py").replace("/", ".")).main)
-
-
-def _lead(script, argv, folder):
-    os.setpgrp()
-    _command(script, argv, folder)
 
 
 class Ranks:
@@ -32,7 +29,7 @@ class Ranks:
     def __init__(self, script: str, *argv, folder, world: int = 1, env=None):
         self.out = Path(folder).with_suffix(".out")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.processes = fork(world, _lead, script, argv, folder, out=self.out, env=env)
+        self.processes = fork(world, _command, script, argv, folder, True, out=self.out, env=env)
 
     def signal(self, number: int, *ranks: int, group: bool = False) -> None:
         """Send a signal to these ranks (default: all); with `group`, also to their loaders."""
@@ -128,10 +125,3 @@ def run_evaluation(world: int, folder, *argv, env=None) -> dict:
     """Evaluate through eval.py's main on `world` processes; return eval.json."""
     spawn(world, _evaluate, [*argv, "--output_dir", folder], out=Path(folder).with_suffix(".out"), env=env)
     return json.loads((Path(folder) / "eval.json").read_text())
-
-
-def evaluate_here(argv) -> dict:
-    """Evaluate in this process, a child of `spawn`; return eval.json."""
-    argv = [str(word) for word in argv]
-    _evaluate(argv)
-    return json.loads((Path(argv[argv.index("--output_dir") + 1]) / "eval.json").read_text())

@@ -9,8 +9,8 @@ from src.checkpointing import async_writer
 from tests.helpers import kit
 
 
-def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Let every rank end in the middle of `step`, when all checkpoints before it are written."""
+def train_until_killed(step: int, world: int, folder, *flags, env=None) -> None:
+    """Train in `folder` until all ranks die in the middle of `step`, when all checkpoints before it are written."""
     original = train.compute_gradient
 
     def gradient(*args):
@@ -20,13 +20,8 @@ def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
             os._exit(9)
         return original(*args)
 
-    patch.setattr(train, "compute_gradient", gradient)
-
-
-def train_until_killed(step: int, world: int, folder, *flags, env=None) -> None:
-    """Train in `folder` until all ranks die in the middle of `step`."""
     with pytest.MonkeyPatch.context() as patch:
-        die_at(step, patch)
+        patch.setattr(train, "compute_gradient", gradient)
         with pytest.raises(kit.RankFailed) as failed:
             kit.run_training(world, folder, *flags, env=env)
     assert set(failed.value.codes) == {9}, failed.value

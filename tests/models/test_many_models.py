@@ -87,16 +87,16 @@ def _through(task: str, model: str, values: dict, folder) -> tuple[float, float]
     return kit.Run(folder / model).kind("eval")[-1]["loss"], json.loads((folder / "eval/eval.json").read_text())["loss"]
 
 
-def _all_through(models: list[tuple], folder) -> list[tuple[float, float]]:
-    return [_through(*model, folder) for model in models]
-
-
 PARTS = [pytest.param(MORE[first : first + 12], marks=pytest.mark.cluster) for first in range(0, len(MORE), 12)]
 
 
 @pytest.mark.parametrize("models", [FEW, *PARTS])
 def test_models_train_save_and_evaluate(tmp_path, models):
     """All in one process; a model that fails is the last in its output."""
-    losses = kit.spawn(1, _all_through, models, tmp_path, out=tmp_path / "out", timeout=600)[0]
+
+    def all_through():
+        return [_through(*model, tmp_path) for model in models]
+
+    [losses] = kit.spawn(1, all_through, out=tmp_path / "out", timeout=600)
     for model, (trained, evaluated) in zip(models, losses, strict=True):
         assert trained == evaluated, model

@@ -7,6 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import eval as evaluation
+from src.config.schema import RunConfig
+from src.distributed.init_accelerator import init_accelerator
 from src.tasks import causal_lm
 from src.training import model_with_loss
 from tests.helpers import kit
@@ -61,16 +64,10 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(rows):
 
 
 def test_what_training_reports_evaluation_recomputes_to_the_last_digit(trained, tmp_path):
-    reported = trained.kind("eval")[-1]
-    newest = trained.folder / "checkpoints" / "step_00000015"
-    assert kit.run_evaluation(1, tmp_path / "checkpoint", "--checkpoint", newest) == reported
-
-
-def test_evaluation_chooses_the_kernels_that_training_does(trained, tmp_path):
-    """On a CPU, TF32 is ignored with a warning, in eval.py, too."""
-    argv = ["--checkpoint", trained.folder, "--tf32", "true", "--output_dir", tmp_path / "scores"]
-    codes, texts = kit.run_command("eval.py", *argv, folder=tmp_path, world=1)
-    assert (codes, "tf32 is ignored" in texts[0]) == ([0], True), texts
+    """With the kernels that training chooses: on a CPU, TF32 is ignored with a warning, in eval.py, too."""
+    flags = kit.flags(checkpoint=trained.folder / "checkpoints" / "step_00000015", tf32=True)
+    assert kit.run_evaluation(1, tmp_path / "scores", *flags) == trained.kind("eval")[-1]
+    assert "tf32 is ignored" in (tmp_path / "scores.out" / "rank0.txt").read_text()
 
 
 def test_fewer_examples_than_ranks(trained, files, tmp_path):
@@ -82,8 +79,8 @@ def test_fewer_examples_than_ranks(trained, files, tmp_path):
     assert one["examples"] == 1
 
 
-def _threads_of_forwards(*argv) -> tuple[dict, set[int]]:
-    """Evaluate in a process with two threads; return eval.json and the threads that each forward pass had."""
+def _threads_of_forwards(*argv) -> set[int]:
+    """Evaluate in a process with two threads; return the threads that each forward pass had."""
     torch.set_num_threads(2)
     seen, forward = set(), model_with_loss.ModelWithLoss.forward
 
@@ -92,17 +89,17 @@ def _threads_of_forwards(*argv) -> tuple[dict, set[int]]:
         return forward(self, inputs)
 
     model_with_loss.ModelWithLoss.forward = watched
-    return kit.evaluate_here(argv), seen
+    evaluation.main([str(word) for word in argv])
+    return seen
 
 
 def test_last_bits_do_not_depend_on_the_number_of_threads(trained, tmp_path, monkeypatch):
     """The last bit of a matrix product depends on the threads that share it, and one process has more than three have."""
-    argv = ["--checkpoint", trained.folder, "--output_dir"]
-    guarded = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "guarded", out=tmp_path / "out")
-    assert guarded == [(trained.kind("eval")[-1], {1})]
+    argv = kit.flags(checkpoint=trained.folder, output_dir=tmp_path / "eval")
+    assert kit.spawn(1, _threads_of_forwards, *argv, out=tmp_path / "out") == [{1}]
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text()) == trained.kind("eval")[-1]
     monkeypatch.setattr("src.training.evaluation._one_thread", lambda device: nullcontext())  # the mutant
-    [(_, threads)] = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "mutant", out=tmp_path / "out")
-    assert threads == {2}
+    assert kit.spawn(1, _threads_of_forwards, *argv, out=tmp_path / "out") == [{2}]
 
 
 @pytest.mark.parametrize("name", ["long", "spread"])
@@ -124,16 +121,11 @@ def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tm
     assert "for some micro-batches of an evaluation, but" in "".join(texts)
 
 
-def _compare_weights(*names) -> None:
-    import eval as evaluation
-    from src.config.schema import RunConfig
-    from src.distributed.init_accelerator import init_accelerator
-
-    accelerator = init_accelerator(RunConfig(output_dir="unused"))
-    evaluation.same_weights(accelerator, names[accelerator.process_index])
-
-
 def test_ranks_that_found_different_weights_refuse(tmp_path):
+    def compare(names):
+        accelerator = init_accelerator(RunConfig(output_dir="unused"))
+        evaluation.same_weights(accelerator, names[accelerator.process_index])
+
     with pytest.raises(kit.RankFailed, match="step_10 and step_20") as error:
-        kit.spawn(2, _compare_weights, "step_10", "step_20", out=tmp_path)
+        kit.spawn(2, compare, ["step_10", "step_20"], out=tmp_path)
     assert error.value.codes == [1, 1]

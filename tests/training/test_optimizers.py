@@ -1,4 +1,4 @@
-"""Optimizers by name: weight decay, arguments, state in checkpoints, packages of optimizers."""
+"""Optimizers by name: arguments, state in checkpoints, packages of optimizers."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -10,30 +10,12 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
 from src.distributed.backend_checks import check_model
-from src.training.optimizers import make_optimizer, parameter_groups
+from src.training.optimizers import make_optimizer
 from tests.helpers import technique_runs
 
 
-def small_model():
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3)
-    )
-    model[3].weight.requires_grad_(False)
-    return model
-
-
 def make(model=None, **given):
-    return make_optimizer(RunConfig(**({"learning_rate": 0.1} | given)), model or small_model())
-
-
-def test_weight_decay_on_two_dimensions_or_more():
-    model = small_model()
-    decayed, plain = parameter_groups(model, RunConfig(weight_decay=0.1))
-    assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[1].weight)]
-    assert [id(p) for p in plain["params"]] == [
-        id(p) for p in (model[1].bias, model[2].weight, model[2].bias, model[3].bias)
-    ]
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    return make_optimizer(RunConfig(**({"learning_rate": 0.1} | given)), model or torch.nn.Linear(4, 4))
 
 
 class WithState(torch.nn.Identity):

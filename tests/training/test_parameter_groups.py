@@ -17,9 +17,8 @@ GROUPS |= {"*.mlp.*": {"lr_factor": 0.2}}  # the first pattern that matches deci
 
 
 def fields(folder) -> dict:
-    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     return technique_runs.files(folder) | {
-        "model_config": kit.write_yaml(Path(folder, "two_layers.yaml"), kit.TINY | off | {"n_layer": 2}),
+        "model_config": kit.write_yaml(Path(folder, "two_layers.yaml"), kit.EXACT),
         "lr_layer_decay": DECAY,
         "freeze": ["*.wpe.weight", "*.attn.c_proj.bias"],
         "parameter_groups": json.dumps(GROUPS),
@@ -77,6 +76,12 @@ def test_depths_count_layers_in_the_order_of_the_model():
     assert layers == 5
     expected = {"embed": 0, "encoder.0.1": 1, "encoder.1.0": 2, "between": 2, "decoder.0": 3, "decoder.2": 5, "head": 6}
     assert {name: depths[f"{name}.weight"] for name in expected} == expected
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = TwoLists()
+    groups = make_optimizer(RunConfig(freeze=["embed.*"]), model).param_groups
+    assert not any(parameter is model.embed.weight for group in groups for parameter in group["params"])
 
 
 # ---- patterns ----------------------------------------------------------------------------------------------------------

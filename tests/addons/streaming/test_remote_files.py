@@ -5,8 +5,8 @@ import pytest
 
 from addons.streaming.sources import StreamSource
 from addons.streaming.stream import Stream
+from tests.addons.streaming.served_data import open_served
 from tests.helpers import kit
-from tests.helpers.served_data import open_served
 
 
 def put(hub, name: str, first: int, count: int = 20) -> str:
