@@ -140,21 +140,6 @@ def fetch_in_process(environment: dict, url: str, cache: Path, before=lambda: No
     return content_of(url, cache)
 
 
-def test_killed_download_is_absent(hub, fetch, tmp_path):
-    content = os.urandom(3 * MB)
-    url = serve(hub, "killed", content)
-    hub.faults["/files/killed"] = Fault(close_after=2 * MB, silent=True)
-    (job,) = kit.fork(1, fetch_in_process, hub.environment(), url, tmp_path / "cache", out=tmp_path / "out")
-    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size])
-    job.kill()
-    job.join()
-    hub.faults.clear()
-    assert part.stat().st_size < len(content)
-    before = len(hub.requests)
-    assert fetch(url) == content
-    assert gets(hub, "killed", before) == [200]
-
-
 def test_ranks_download_each_file_once(hub, tmp_path):
     content = os.urandom(MB)
     url, before = serve(hub, "a.jsonl", content), len(hub.requests)
