@@ -233,18 +233,18 @@ def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
     import torch
     from safetensors.torch import save_file
 
-    def shard(number: int):
-        return lambda folder: save_file({"weight": torch.ones(3)}, folder / f"model-0000{number}-of-00002.safetensors")
+    def shard(folder):
+        save_file({"weight": torch.ones(3)}, folder / f"of {folder.name}.safetensors")
 
     def gather(folder):
-        shard(1)(folder)
+        shard(folder)
         (folder / "state.json").write_text("{}")
         assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
         return collect_shards(tmp_path / "parts", 2, folder)
 
     before = os.umask(umask)
     try:
-        write_shard(tmp_path / "parts", 1, shard(2))
+        write_shard(tmp_path / "parts", 1, shard)
         atomic_folder.publish(tmp_path / "step", gather)
     finally:
         os.umask(before)
