@@ -148,13 +148,14 @@ def test_full_disk_costs_checkpoints_and_not_the_run(tiny, straight, disk, tmp_p
 # ---- beside training ---------------------------------------------------------------------------------------------------
 
 
-def hold(step: int, until: int, patch) -> None:
-    """Let the save of `step` wait, in its thread, for the line of step `until` in metrics.jsonl."""
+def hold(step: int, until: int, patch, seconds: float = 0.0) -> None:
+    """Let the save of `step` wait, in its thread, for the line of step `until` in metrics.jsonl, and then so many seconds."""
     publish = atomic_folder.publish
 
     def slow(folder, write, **metadata):
         if folder == at_step(folder.parents[1], step):
             kit.until(lambda: kit.last_step(folder.parents[1]) >= until)
+            time.sleep(seconds)
         publish(folder, write, **metadata)
 
     patch.setattr(atomic_folder, "publish", slow)
@@ -187,22 +188,14 @@ def test_save_is_skipped_while_the_one_before_is_written(tiny, straight, tmp_pat
 @pytest.mark.parametrize("rank, mutant", [(1, False), (0, True)])
 def test_error_does_not_cost_the_checkpoint_in_progress(tiny, tmp_path, monkeypatch, rank, mutant):
     """A rank fails after step 5, when step 4 is copied but not yet written; the mutant exits at once."""
-    publish, update, count = atomic_folder.publish, train.optimizer_step, [0]
-
-    def slow(*args, **metadata):
-        while not (tmp_path / "failed").exists():
-            time.sleep(0.02)
-        time.sleep(3600.0 if mutant else 3.0)  # longer than a process takes to end that does not wait for this
-        return publish(*args, **metadata)
+    hold(4, 5, monkeypatch, 3600.0 if mutant else 3.0)  # longer than a process takes to end that does not wait for this
+    update = train.optimizer_step
 
     def failing(*args):
-        count[0] += 1
-        if count[0] == 6 and int(os.environ["RANK"]) == rank:
-            (tmp_path / "failed").touch()
+        if kit.last_step(tmp_path / "run") >= 5 and int(os.environ["RANK"]) == rank:
             raise ValueError("a cosmic ray")
         return update(*args)
 
-    monkeypatch.setattr(atomic_folder, "publish", slow)
     monkeypatch.setattr(train, "optimizer_step", failing)
     if mutant:
         monkeypatch.setattr(async_writer, "on_exit", lambda close: None)

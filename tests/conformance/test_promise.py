@@ -32,7 +32,6 @@ def whole(files, tmp_path_factory):
     [
         (1, 4, 1e-10, None),
         (2, 4, 1e-10, None),
-        (4, 4, 1e-10, None),
         (3, 8, 1e-6, None),
         (2, 8, 1e-10, "fsdp2"),
     ],
