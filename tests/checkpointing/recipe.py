@@ -1,12 +1,11 @@
 """The run that most tests of checkpoints train, what they look at in its folder, and how it is damaged."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from src.checkpointing import resume, run_identity
-from src.config import parsing, validation
-from src.data import dataset
-from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state
 
@@ -22,10 +21,13 @@ FIELDS = {
 }
 
 
+def values(tiny: dict, **fields) -> dict:
+    """Return the fields of the run, other `fields` on top; None removes one."""
+    return {name: value for name, value in (tiny | FIELDS | fields).items() if value is not None}
+
+
 def flags(tiny: dict, **fields) -> list[str]:
-    """Return the flags of the run, other `fields` on top; None removes one."""
-    values = tiny | FIELDS | fields
-    return kit.flags(**{name: value for name, value in values.items() if value is not None})
+    return kit.flags(**values(tiny, **fields))
 
 
 def command(argv: list, folder: Path, world: int = 1) -> tuple[list, list[str]]:
@@ -33,18 +35,16 @@ def command(argv: list, folder: Path, world: int = 1) -> tuple[list, list[str]]:
     return kit.run_command("train.py", *argv, "--output_dir", "run", folder=folder, world=world)
 
 
-def identity_of(argv: list) -> dict:
-    """Return the identity of the run that these flags describe, on one process."""
-    cfg, options = parsing.parse([str(word) for word in argv], OPTIONS)
-    validation.check(cfg, options)
-    splits = dataset.prepare_datasets(cfg, make_task(cfg, options))
-    return run_identity.identity("no", 1, cfg, splits)
+def identity_of(tiny: dict, **fields) -> dict:
+    """Return the identity of the run on one process."""
+    task, splits = kit.open_data(**values(tiny, **fields))
+    return run_identity.identity("no", 1, task.cfg, splits)
 
 
-def find(folder: Path, argv: list, known: dict | None = None) -> tuple[Path | None, list[str]]:
-    """Return what the main process would resume from, and its messages about that."""
-    cfg, options = parsing.parse([*map(str, argv), "--output_dir", str(folder)], OPTIONS)
-    return resume.find_checkpoint(cfg, options, known or identity_of(argv))
+def finder(folder: Path, tiny: dict, **fields) -> Callable[[], tuple[Path | None, list[str]]]:
+    """Return a function: what the main process would resume from, and its messages about that."""
+    task, splits = kit.open_data(**values(tiny, **fields), output_dir=folder)
+    return partial(resume.find_checkpoint, task.cfg, task.options, run_identity.identity("no", 1, task.cfg, splits))
 
 
 def same_run(one: kit.Run, other: kit.Run) -> bool:

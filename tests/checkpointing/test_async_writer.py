@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 import time
 
 import pytest
@@ -61,16 +60,28 @@ def test_failed_saves_are_warned_about_and_change_nothing(tiny, straight, tmp_pa
     assert kit.timeless(tmp_path / "run") == kit.timeless(straight[2].folder)
 
 
-def test_failures_in_a_row_end_all_ranks_and_the_same_command_resumes(tiny, straight, tmp_path):
+def no_card(*args) -> None:
+    raise FULL
+
+
+@pytest.mark.parametrize(
+    "what, text, steps",
+    [("checkpoints", "no checkpoint could be saved", [2, 4]), ("final", "final could not be written", range(2, 13, 2))],
+)
+def test_failures_end_all_ranks_and_the_same_command_resumes(tiny, straight, tmp_path, what, text, steps):
+    """Two saves in a row, or the final model."""
     flags = recipe.flags(tiny, save_steps=2, max_failed_saves=2)
     with pytest.MonkeyPatch.context() as patch:
-        fail_at(range(5, 99), FULL, patch)
+        if what == "final":
+            patch.setattr(model_folder, "write_card", no_card)
+        else:
+            fail_at(range(5, 99), FULL, patch)
         codes, outputs = command(flags, tmp_path, world=2)
     assert codes == [1, 1], outputs
-    assert "No space left on device" in outputs[0].rstrip().splitlines()[-1]
-    assert saved(tmp_path / "run") == [2, 4]
+    assert f"{text}: No space left on device" in outputs[0].rstrip().splitlines()[-1]
+    assert saved(tmp_path / "run") == list(steps)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
-    assert kit.last_step(tmp_path / "run") < STEPS  # the second failure is that of step 8
+    assert (kit.last_step(tmp_path / "run") < STEPS) == (what == "checkpoints")  # the second failure is that of step 8
     run = kit.run_training(2, tmp_path / "run", *flags)
     assert recipe.same_run(run, straight[2])
 
@@ -102,47 +113,33 @@ def test_disk_errors_are_told_by_their_number():
     assert [is_disk_error(error) for error in disk + code] == [True] * len(disk) + [False] * len(code)
 
 
-def test_failed_final_model_ends_all_ranks_and_the_same_command_writes_it(tiny, straight, tmp_path):
-    def failing(*args):
-        raise FULL
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_folder, "write_card", failing)
-        codes, outputs = command(recipe.flags(tiny), tmp_path, world=2)
-    assert codes == [1, 1], outputs
-    assert "final could not be written: No space left on device" in outputs[0].rstrip().splitlines()[-1]
-    assert recipe.same_run(kit.run_training(2, tmp_path / "run", *recipe.flags(tiny)), straight[2])
-
-
 # ---- a disk that is really full, or read-only --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def disk(interrupted):
-    """An interrupted run; its checkpoints/ with step 4 is a file system of its own, of 8 MB."""
+    """The checkpoints/ of an interrupted run, with step 4: a file system with room for a checkpoint and a half."""
     folder = interrupted()
-    shutil.move(folder / "checkpoints", folder / "before")
-    (folder / "checkpoints").mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder / "checkpoints")]
+    folder, before = folder / "checkpoints", (folder / "checkpoints").rename(folder / "before") / "step_00000004"
+    folder.mkdir()
+    size = sum(file.stat().st_size for file in before.iterdir())
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", folder]
     if subprocess.run(words, check=False, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
-    shutil.move(folder / "before" / "step_00000004", folder / "checkpoints")
-    yield folder / "checkpoints"
-    subprocess.run(["umount", "-l", str(folder / "checkpoints")], check=True)
+    shutil.move(before, folder)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def test_full_disk_costs_checkpoints_and_not_the_run(tiny, straight, disk, tmp_path):
     """ENOSPC in the middle of a file."""
-    size = sum(file.stat().st_size for file in (disk / "step_00000004").iterdir())
-    with (disk / "ballast").open("ab") as file:
-        file.write(bytes(shutil.disk_usage(disk).free - size // 2))
     codes, outputs = command(recipe.flags(tiny), tmp_path)
     assert codes == [0], outputs
     for step in (8, 12):
         assert f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED" in outputs[0]
     assert saved(disk.parent) == [4]
     assert kit.same(kit.Run(disk.parent).weights, straight[1].weights)
-    (disk / "ballast").unlink()
+    subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
     run = kit.run_training(1, disk.parent, *recipe.flags(tiny))
     assert saved(disk.parent) == [4, 8, 12]
     assert recipe.same_run(run, straight[1])
@@ -151,79 +148,54 @@ def test_full_disk_costs_checkpoints_and_not_the_run(tiny, straight, disk, tmp_p
 # ---- beside training ---------------------------------------------------------------------------------------------------
 
 
-def _slow(argv, held: int, released: int, mutant: bool = False):
-    """Train on this rank while the save of step `held` waits for the update of step `released`.
-
-    Return how many updates were done before that save continued, on the rank that writes. The mutant hands the live
-    tensors to the writer; there, training waits while that save is written, so that its files agree with each other."""
-    count, seen, update, publish = [0], [], train.optimizer_step, atomic_folder.publish
-    gate, written = threading.Event(), threading.Event()
-
-    def counted(*args):
-        result = update(*args)
-        count[0] += 1
-        if count[0] == released:
-            gate.set()
-            assert not mutant or written.wait(300)
-        return result
+def hold(step: int, until: int, patch, seconds: float = 0.0) -> None:
+    """Let the save of `step` wait, in its thread, for the line of step `until` in metrics.jsonl, and then so many seconds."""
+    publish = atomic_folder.publish
 
     def slow(folder, write, **metadata):
-        if folder.name == f"step_{held:08d}":
-            seen.append(gate.wait(300))
-        result = publish(folder, write, **metadata)
-        if folder.name == f"step_{held:08d}":
-            written.set()
-        return result
+        if folder == at_step(folder.parents[1], step):
+            kit.until(lambda: kit.last_step(folder.parents[1]) >= until)
+            time.sleep(seconds)
+        publish(folder, write, **metadata)
 
-    train.optimizer_step, atomic_folder.publish = counted, slow
-    if mutant:
-        takes = iter([lambda self, tensors: tensors])  # only the first save: training does not wait for the others
-        copy = async_writer.HostCopy.take
-        async_writer.HostCopy.take = lambda *given: next(takes, copy)(*given)
-    train.main([str(word) for word in argv])
-    return seen
+    patch.setattr(atomic_folder, "publish", slow)
 
 
 @pytest.mark.parametrize("world, mutant", [(1, False), (2, False), (1, True)])
-def test_slow_disk_gets_the_state_of_its_step(tiny, straight, tmp_path, world, mutant):
-    """Nothing of step 4 is written before step 7 is done."""
-    flags = recipe.flags(tiny, output_dir=tmp_path / "run")
-    [seen, *others] = kit.spawn(world, _slow, flags, 4, 7, mutant, out=tmp_path / "out")
-    assert seen == [True]
-    assert others == [[]] * (world - 1)
-    assert saved(tmp_path / "run") == [4, 8, 12]
-    equal = [same_state(at_step(tmp_path / "run", n), at_step(straight[world], n)) for n in (4, 8, 12)]
+def test_slow_disk_gets_the_state_of_its_step(tiny, straight, tmp_path, monkeypatch, world, mutant):
+    """Nothing of step 4 is written before step 8 is done, whose save waits for it. The mutant hands the live tensors of
+    step 4 to the writer."""
+    hold(4, 8, monkeypatch)
+    if mutant:
+        takes, copy = iter([lambda self, tensors: tensors]), async_writer.HostCopy.take
+        monkeypatch.setattr(async_writer.HostCopy, "take", lambda *given: next(takes, copy)(*given))
+    run = kit.run_training(world, tmp_path / "run", *recipe.flags(tiny))
+    assert saved(run.folder) == [4, 8, 12]
+    equal = [same_state(at_step(run, n), at_step(straight[world], n)) for n in (4, 8, 12)]
     assert not equal[0] if mutant else all(equal)
-    assert kit.same(kit.Run(tmp_path / "run").weights, straight[world].weights)
+    assert kit.same(run.weights, straight[world].weights)
 
 
 def test_save_is_skipped_while_the_one_before_is_written(tiny, straight, tmp_path, monkeypatch):
+    hold(4, 10, monkeypatch)
     monkeypatch.setattr(checkpointer, "SLOW_DISK", 1.5)
-    kit.spawn(2, _slow, recipe.flags(tiny, output_dir=tmp_path / "run"), 4, 10, out=tmp_path / "out")
-    assert "the checkpoint of step 8 is " in (tmp_path / "out" / "rank0.txt").read_text()
-    assert saved(tmp_path / "run") == [4, 12]
-    assert kit.same(kit.Run(tmp_path / "run").weights, straight[2].weights)
+    run = kit.run_training(2, tmp_path / "run", *recipe.flags(tiny))
+    assert "the checkpoint of step 8 is " in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert saved(run.folder) == [4, 12]
+    assert kit.same(run.weights, straight[2].weights)
 
 
 @pytest.mark.parametrize("rank, mutant", [(1, False), (0, True)])
 def test_error_does_not_cost_the_checkpoint_in_progress(tiny, tmp_path, monkeypatch, rank, mutant):
     """A rank fails after step 5, when step 4 is copied but not yet written; the mutant exits at once."""
-    publish, update, count = atomic_folder.publish, train.optimizer_step, [0]
-
-    def slow(*args, **metadata):
-        while not (tmp_path / "failed").exists():
-            time.sleep(0.02)
-        time.sleep(3600.0 if mutant else 3.0)  # longer than a process takes to end that does not wait for this
-        return publish(*args, **metadata)
+    hold(4, 5, monkeypatch, 3600.0 if mutant else 3.0)  # longer than a process takes to end that does not wait for this
+    update = train.optimizer_step
 
     def failing(*args):
-        count[0] += 1
-        if count[0] == 6 and int(os.environ["RANK"]) == rank:
-            (tmp_path / "failed").touch()
+        if kit.last_step(tmp_path / "run") >= 5 and int(os.environ["RANK"]) == rank:
             raise ValueError("a cosmic ray")
         return update(*args)
 
-    monkeypatch.setattr(atomic_folder, "publish", slow)
     monkeypatch.setattr(train, "optimizer_step", failing)
     if mutant:
         monkeypatch.setattr(async_writer, "on_exit", lambda close: None)

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pytest
 import torch
 
 import train
@@ -73,13 +72,9 @@ def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch):
 # ---- run folders -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def again(straight, tmp_path):
-    """A copy of the folder of a finished run."""
-    return shutil.copytree(straight[1].folder, tmp_path / "again")
-
-
-def test_finished_run_started_again_changes_nothing(tiny, straight, again):
+def test_finished_run_started_again(tiny, straight, tmp_path):
+    """It changes nothing; with `--resume never` it archives the old run."""
+    again = shutil.copytree(straight[1].folder, tmp_path / "again")
     kit.run_training(1, again, *recipe.flags(tiny))
     at_each_start = ("status.json", "environment.json", "uncommitted.diff", "config.yaml")
     before, after = (
@@ -88,8 +83,6 @@ def test_finished_run_started_again_changes_nothing(tiny, straight, again):
     )
     assert before == after
 
-
-def test_resume_never_archives_the_old_run(tiny, straight, again):
     second = kit.run_training(1, again, *recipe.flags(tiny), "--resume", "never")
     assert recipe.same_run(second, straight[1])
     archived = sorted(path.name for path in again.glob("*.old1"))

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing import checkpoint_folder
 from src.config.errors import UsageError
 from tests.checkpointing import recipe
-from tests.checkpointing.recipe import find
 from tests.helpers import kit
-from tests.helpers.backend_runs import at_step
+from tests.helpers.backend_runs import at_step, saved
 from tests.helpers.killing import train_until_killed
 
 
@@ -27,33 +25,29 @@ def test_checkpoint_is_refused_in_the_folder_of_another_run(tiny, straight, inte
     assert f"resume: {asked} is a checkpoint of another run than the one in output_dir run" in last
     assert recipe.contents(other) == before
     with pytest.raises(UsageError, match="resume: nowhere is neither a checkpoint nor a run with one"):
-        find(other, recipe.flags(tiny, resume="nowhere"))
+        recipe.finder(other, tiny, resume="nowhere")()
 
 
-@pytest.mark.parametrize("at", [5, 7])
-def test_fork_of_a_checkpoint_is_resumed_by_the_same_command(tiny, straight, tmp_path, at):
-    """Killed before and after its first own checkpoint; by then the source may be gone."""
-    source, run = shutil.copytree(at_step(straight[1], 4), tmp_path / "good"), tmp_path / "run"
+@pytest.mark.parametrize("at, own", [(5, False), (7, False), (7, True)])
+def test_fork_of_a_checkpoint_is_resumed_by_the_same_command(tiny, straight, tmp_path, at, own):
+    """Killed before and after its first own checkpoint; by then the source may be gone.
+
+    A finished run that goes back to a checkpoint of its `own` does so once, or a job that is requeued would never end."""
+    run = tmp_path / "run"
+    if own:
+        shutil.copytree(straight[1].folder, run)
+    source = at_step(run, 4) if own else shutil.copytree(at_step(straight[1], 4), tmp_path / "good")
     flags = recipe.flags(tiny, resume=source, save_steps=2)
     train_until_killed(at, 1, run, *flags)
-    assert len(checkpoint_folder.list_checkpoints(run)) == (at == 7)
-    if at == 7:
+    assert saved(run) == ([4, 6] if own else [6] if at == 7 else [])
+    assert (run / "old_final.old1").exists() == own
+    if at == 7 and not own:
         shutil.rmtree(source)
     again = kit.run_training(1, run, *flags)
     assert kit.same(again.weights, straight[1].weights)
-    assert [line["step"] for line in again.kind("train")] == list(range(5, 13))
+    assert [line["step"] for line in again.kind("train")] == list(range(1 if own else 5, 13))
     said = (run.with_suffix(".out") / "rank0.txt").read_text()
     assert ("holds the run that began from" in said) == (at == 7)
-
-
-def test_run_that_goes_back_to_a_checkpoint_of_its_own_continues(tiny, straight, interrupted):
-    """The same command goes back once. Killed, it resumes; or a job that is requeued would never end."""
-    run = interrupted()
-    flags = recipe.flags(tiny, resume=at_step(run, 4), save_steps=2)
-    train_until_killed(7, 1, run, *flags)
-    again = kit.run_training(1, run, *flags)
-    assert kit.same(again.weights, straight[1].weights)
-    assert "holds the run that began from" in (run.with_suffix(".out") / "rank0.txt").read_text()
 
 
 def test_other_configuration_begins_in_a_new_folder(tiny, tmp_path):
@@ -85,7 +79,7 @@ def test_renamed_or_moved_checkpoint_is_still_of_the_run(tiny, straight, interru
     run = interrupted()
     shutil.rmtree(at_step(run, 8))
     good = at_step(run, 4).rename(run / "checkpoints" / "good")
-    assert find(run, recipe.flags(tiny))[0] == good
+    assert recipe.finder(run, tiny)()[0] == good
     assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])
     moved = good.rename(run / "best of all")  # out of the folder with the others
-    assert find(run, recipe.flags(tiny, resume=moved))[0] == moved
+    assert recipe.finder(run, tiny, resume=moved)()[0] == moved

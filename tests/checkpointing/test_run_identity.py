@@ -14,7 +14,6 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.tasks import OPTIONS
-from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step
@@ -96,34 +95,33 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
     assert set(wrongly_treated(tmp_path, "causal_lm")) == every - declared - BY_CONTENT
 
 
-def test_another_order_of_patterns_is_another_run(tmp_path):
-    """The first pattern that matches a parameter decides."""
-    groups = {"*.bias": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
-    was = RunConfig(output_dir="run", max_steps=12, dataset_name="data", parameter_groups=groups)
-    now = dataclasses.replace(was, parameter_groups=dict(reversed(groups.items())))
-    assert check(tmp_path, was, was=was) == []
-    assert "parameter_groups" in refusal(tmp_path, now, was=was)
+GROUPS = {"*.bias": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
+CONSTANT = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
 
 
-# ---- length ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_length_that_would_have_changed_past_rates_is_refused(tmp_path, schedule):
-    was = RunConfig(output_dir="run", lr_scheduler_type=schedule, global_batch_size=8, max_steps=12)
-    for steps in (1000, 10):
-        now = dataclasses.replace(was, max_steps=steps)
-        assert f"(max_steps: 12 → {steps})" in refusal(tmp_path, now, was=was)
-
-
-def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
-    fields = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    kit.run_training(1, tmp_path / "run", *recipe.flags(tiny, **fields, max_steps=6))
-    run = kit.run_training(1, tmp_path / "run", *recipe.flags(tiny, **fields))
-    whole = kit.run_training(1, tmp_path / "whole", *recipe.flags(tiny, **fields))
-    assert kit.same(run.weights, whole.weights)
-    assert run.losses() == whole.losses()
-    assert (tmp_path / "run" / "old_final.old1").is_dir()
+@pytest.mark.parametrize(
+    "was, now, text",
+    [
+        # The first pattern that matches a parameter decides.
+        ({"parameter_groups": GROUPS}, {"parameter_groups": dict(reversed(GROUPS.items()))}, "(parameter_groups: "),
+        # A length that would have changed past rates.
+        ({}, {"max_steps": 1000}, "(max_steps: 12 → 1000)"),
+        ({"lr_scheduler_type": "cosine"}, {"max_steps": 10}, "(max_steps: 12 → 10)"),
+        (CONSTANT, {"max_steps": 1000}, "max_steps: 12 → 1000"),
+        # A model folder may be moved.
+        ({"model_name_or_path": "/a"}, {"model_name_or_path": "/b"}, "model_name_or_path: /a → /b"),
+        ({"model_name_or_path": "/a"}, {"model_name_or_path": "org/a"}, "(model_name_or_path: /a → org/a)"),
+    ],
+)
+def test_values_that_decide_whether_a_field_may_change(tmp_path, was, now, text):
+    """A refusal has the change in parentheses."""
+    before = RunConfig(**{"output_dir": "run", "max_steps": 12, "global_batch_size": 8, "dataset_name": "data"} | was)
+    assert check(tmp_path, before, was=before) == []
+    after = dataclasses.replace(before, **now)
+    if text.startswith("("):
+        assert text in refusal(tmp_path, after, was=before)
+    else:
+        assert check(tmp_path, after, was=before) == [f"changed since step_00000008: {text}"]
 
 
 # ---- contents, as recorded ---------------------------------------------------------------------------------------------
@@ -157,37 +155,29 @@ def test_harmless_contents_are_remarked(tmp_path):
 
 def test_data_and_model_are_known_by_content(tiny, tmp_path):
     """The same contents under other names are the same run; the mutant compares names and sizes."""
-    base = identity_of(recipe.flags(tiny))
+    base = identity_of(tiny)
     moved = {
         "train_file": Path(shutil.copy(tiny["train_file"], tmp_path / "rows.jsonl")),
         "validation_file": Path(shutil.copy(tiny["validation_file"], tmp_path / "more.jsonl")),
         "model_config": kit.write_yaml(tmp_path / "m.yaml", dict(reversed(kit.TINY.items()))),  # other order of lines
     }
-    assert identity_of(recipe.flags(tiny, **moved)) == base
+    assert identity_of(tiny | moved) == base
     first, second, *rows = moved["train_file"].read_text().splitlines(keepends=True)
     moved["train_file"].write_text("".join([second, first, *rows]))
     assert moved["train_file"].stat().st_size == tiny["train_file"].stat().st_size  # what the mutant compares
-    assert identity_of(recipe.flags(tiny, **moved))["data.rows"] != base["data.rows"]
+    assert identity_of(tiny | moved)["data.rows"] != base["data.rows"]
 
 
 def test_pretrained_model_is_known_by_config_and_code(tiny, tmp_path):
     folder = kit.save_model(tmp_path / "model", kit.TINY)
-    pretrained = recipe.flags(tiny, model_config=None, model_name_or_path=folder)
-    base, path = identity_of(pretrained), folder / "config.json"
+    pretrained = {"model_config": None, "model_name_or_path": folder}
+    base, path = identity_of(tiny, **pretrained), folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_pdrop": 0.9, "transformers_version": "99.0"}))
-    changed = identity_of(pretrained)
+    changed = identity_of(tiny, **pretrained)
     assert {name for name in base if base[name] != changed[name]} == {"model.attn_pdrop"}
     (folder / "modeling.py").write_text("x = 1")
-    assert identity_of(pretrained) == changed  # nothing runs it
-    assert "model.modeling.py" in identity_of([*pretrained, "--trust_remote_code", "true"])
-
-
-def test_moved_model_folder_is_the_same_run(tmp_path):
-    was, now = (RunConfig(output_dir="run", max_steps=12, model_name_or_path=name) for name in ("/a/model", "/b/model"))
-    [remark] = check(tmp_path, now, was=was)
-    assert "model_name_or_path: /a/model → /b/model" in remark
-    hub = dataclasses.replace(was, model_name_or_path="org/model")
-    assert "model_name_or_path: /a/model → org/model" in refusal(tmp_path, hub, was=was)
+    assert identity_of(tiny, **pretrained) == changed  # nothing runs it
+    assert "model.modeling.py" in identity_of(tiny, **pretrained, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("repeat", [1, 400], ids=["small", "sampled"])
@@ -200,7 +190,7 @@ def test_stream_is_known_by_a_sample_of_its_files(tiny, tmp_path, repeat):
     known = []
     for add in (0, 0, 1):
         path.write_text(text[:-5] + text[-5:].replace(text[-4], str((int(text[-4]) + add) % 10)))
-        known.append(identity_of(recipe.flags(tiny, train_file=path, streaming=True)))
+        known.append(identity_of(tiny, train_file=path, streaming=True))
     assert known[0] == known[1]
     assert {name for name in known[1] if known[1][name] != known[2][name]} == {"data.sample"}
 

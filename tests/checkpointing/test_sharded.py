@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from src.checkpointing import async_writer
@@ -45,33 +46,31 @@ def test_shards_are_collected_when_complete(tmp_path):
     assert not parts.exists()
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TypeError("a bug")])
-def test_error_of_a_rank_reaches_the_main_process(tmp_path, error):
-    """An error of the disk costs a checkpoint; any other also ends the rank."""
-    is_bug = isinstance(error, TypeError)
-    with pytest.raises(TypeError) if is_bug else nullcontext():
-        write_shard(tmp_path, 1, partial(half_by_half, error=error))
-    text = "a bug, on rank 1" if is_bug else "No space left on device, on rank 1"
-    with pytest.raises(Failure if is_bug else DiskError, match=text):
-        collect_shards(tmp_path, 2, tmp_path)
-
-
 def _writer(rank: int) -> async_writer.BackgroundWriter:
     accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2, mixed_precision="no")
     backend = SimpleNamespace(accelerator=accelerator, hosts=None, is_sharded=True)
     return async_writer.BackgroundWriter(backend, 3)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_failed_save_leaves_no_shards(tmp_path, failing):
-    """They would fill a disk that is nearly full, so that no later save succeeds: of two failed ones, one is left at most."""
-    full, writers = OSError(28, "No space left on device"), [_writer(rank) for rank in (0, 1)]
+@pytest.mark.parametrize(
+    "failing, error, of_rank, of_main",
+    [
+        (0, OSError(28, "disk full"), nullcontext(), pytest.raises(OSError, match=r"disk full$")),
+        (1, OSError(28, "disk full"), nullcontext(), pytest.raises(DiskError, match="disk full, on rank 1")),
+        (1, TypeError("a bug"), pytest.raises(TypeError), pytest.raises(Failure, match="a bug, on rank 1")),
+    ],
+)
+def test_failed_save_leaves_no_shards(tmp_path, failing, error, of_rank, of_main):
+    """They would fill a disk that is nearly full, so that no later save succeeds: of two failed ones, one is left at most.
+
+    An error of a rank reaches the main process. One of the disk costs a checkpoint; any other also ends the rank."""
+    writers = [_writer(rank) for rank in (0, 1)]
     for step in (4, 8, 12):
         folder, lost = tmp_path / f"step_{step}", step < 12
-        for rank in (1, 0):
-            write = partial(half_by_half, error=full if lost and rank == failing else None)
+        for rank, expected in ((1, of_rank), (0, of_main)):
+            write = partial(half_by_half, error=error if lost and rank == failing else None)
             writers[rank].folders += 1
-            with pytest.raises(OSError) if lost and rank == 0 else nullcontext():
+            with expected if lost else nullcontext():
                 writers[rank].publish(folder, step, write)
         left = [path for path in tmp_path.rglob("part") if path.parent != folder]
         assert len(left) == (1 if lost and failing == 0 else 0), left
@@ -84,13 +83,10 @@ def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path):
 
 
 def _check_folder(folders: list[Path]) -> str:
-    torch.distributed.init_process_group("gloo")
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    accelerator = SimpleNamespace(
-        is_main_process=rank == 0, process_index=rank, num_processes=world, parallelism_config=None
-    )
+    accelerator = Accelerator(cpu=True)
+    folder, hosts = folders[accelerator.process_index], HostGroup(accelerator, 20)
     try:
-        async_writer.check_shared_folder(rank == 0, HostGroup(accelerator, 20), folders[rank])
+        async_writer.check_shared_folder(accelerator.is_main_process, hosts, folder)
     except UsageError as error:
         return str(error)
     return ""

@@ -40,7 +40,7 @@ class Fault:
     times: int | None = None
     status: int | None = None  # answer this instead
     headers: dict = field(default_factory=dict)  # with any answer, for example Retry-After
-    silent: bool = False  # never answer; with close_after: never send the rest
+    silent: bool = False  # never answer
     close_after: int | None = None  # bytes of the body, though Content-Length has promised all
 
     def concerns(self, method: str) -> bool:
@@ -204,8 +204,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.record = Request(self.command, self.path)
         self.hub.requests.append(self.record)
         self.fault = self.hub.fault(self.record)
-        if self.fault.silent and self.fault.close_after is None:
-            return self.be_silent()
+        if self.fault.silent:
+            self.hub.stopped.wait()
+            self.close_connection = True
+            return
         try:
             if self.fault.status:
                 raise Refusal(self.fault.status, message="a fault of the tests")
@@ -302,10 +304,4 @@ class _Handler(BaseHTTPRequestHandler):
             part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the write, so that a client that has read all of it finds it here
             self.wfile.write(part)
-        if fault.silent:
-            self.be_silent()
         self.close_connection |= fault.close_after is not None
-
-    def be_silent(self):
-        self.hub.stopped.wait()
-        self.close_connection = True

@@ -49,10 +49,14 @@ def fetch(tmp_path, monkeypatch):
     return fetch
 
 
-def test_changed_file_is_downloaded_again(hub, fetch, monkeypatch):
+def test_changed_file_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
+    """Here or on the server."""
     url = serve(hub, "changing", b"one")
     assert fetch(url) == fetch(url) == b"one"
     assert len(gets(hub, "changing")) == 1
+    (copy,) = tmp_path.rglob("downloads/*/file")
+    os.truncate(copy, 2)
+    assert fetch(url) == b"one"
     serve(hub, "changing", b"two")
     assert fetch(url) == b"two"
     serve(hub, "changing", b"new")
@@ -60,22 +64,33 @@ def test_changed_file_is_downloaded_again(hub, fetch, monkeypatch):
     assert fetch(url) == b"two"
 
 
+HTML = {"Content-Type": "text/html; charset=utf-8"}
+
+
 def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
+    """Rows that are called a web page are rows."""
     url = serve(hub, "unknown", b"one")
-    hub.faults["/files/unknown"] = Fault(headers={"ETag": 'W/"weak"', "Last-Modified": ""})
+    hub.faults["/files/unknown"] = Fault(headers={"ETag": 'W/"weak"', "Last-Modified": ""} | HTML)
     for content in (b"one", b"two"):
         serve(hub, "unknown", content)
         assert fetch(url) == content
 
 
-@pytest.mark.parametrize("status, tries", [(404, 1), (202, 2)])
-def test_answer_without_the_file_is_refused(hub, fetch, status, tries):
-    """A server that prepares the file may answer 202 with a row that says so."""
-    url = serve(hub, f"refused{status}", b"")
-    hub.faults[f"/files/refused{status}"] = Fault(status=status)
-    with pytest.raises(UsageError, match=f"train_file: {url}: .*the server answers {status}"):
+@pytest.mark.parametrize(
+    "fault, tries, text",
+    [
+        ({"status": 404}, 1, "the server answers 404"),
+        ({"status": 202}, 2, "the server answers 202"),  # it prepares the file, and may send a row that says so
+        ({"headers": HTML}, 1, "web page"),
+    ],
+)
+def test_answer_without_the_file_is_refused(hub, fetch, tmp_path, fault, tries, text):
+    url, before = serve(hub, "refused", b"\n<!DOCTYPE html><html>Sign in</html>"), len(hub.requests)
+    hub.faults["/files/refused"] = Fault(**fault)
+    with pytest.raises(UsageError, match=f"train_file: {url}: .*{text}"):
         fetch(url)
-    assert len(gets(hub, f"refused{status}")) == tries
+    assert len(gets(hub, "refused", before)) == tries
+    assert not list(tmp_path.rglob("fetched.json"))
 
 
 def test_interrupted_download_is_given_up_or_begins_again(hub, fetch, tmp_path):
@@ -88,15 +103,6 @@ def test_interrupted_download_is_given_up_or_begins_again(hub, fetch, tmp_path):
     hub.faults["/files/interrupted"] = Fault(close_after=2 * MB, times=1)
     assert fetch(url) == content
     assert gets(hub, "interrupted") == [200] * 4  # from the start of the file, not 206
-
-
-def test_web_page_is_refused(hub, fetch, tmp_path):
-    url = serve(hub, "login.txt", b"\n<!DOCTYPE html><html>Sign in</html>")
-    hub.faults["/files/*.txt"] = Fault(headers={"Content-Type": "text/html; charset=utf-8"})
-    with pytest.raises(UsageError, match=f"train_file: {url}: .*web page"):
-        fetch(url)
-    assert not list(tmp_path.rglob("fetched.json"))
-    assert fetch(serve(hub, "mislabeled.txt", b"rows")) == b"rows"
 
 
 def test_silent_server_is_given_up(hub, fetch, monkeypatch):
@@ -122,14 +128,6 @@ def test_file_of_a_store(fetch, monkeypatch):
         fetch("memory://b.jsonl")
 
 
-def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path):
-    url = serve(hub, "shorter", b"row 1\nrow 2\n")
-    fetch(url)
-    (copy,) = tmp_path.rglob("downloads/*/file")
-    os.truncate(copy, 6)
-    assert fetch(url) == b"row 1\nrow 2\n"
-
-
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -138,21 +136,6 @@ def fetch_in_process(environment: dict, url: str, cache: Path, before=lambda: No
     http_files.TRIES = 2
     before()
     return content_of(url, cache)
-
-
-def test_killed_download_is_absent(hub, fetch, tmp_path):
-    content = os.urandom(3 * MB)
-    url = serve(hub, "killed", content)
-    hub.faults["/files/killed"] = Fault(close_after=2 * MB, silent=True)
-    (job,) = kit.fork(1, fetch_in_process, hub.environment(), url, tmp_path / "cache", out=tmp_path / "out")
-    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size])
-    job.kill()
-    job.join()
-    hub.faults.clear()
-    assert part.stat().st_size < len(content)
-    before = len(hub.requests)
-    assert fetch(url) == content
-    assert gets(hub, "killed", before) == [200]
 
 
 def test_ranks_download_each_file_once(hub, tmp_path):

@@ -14,46 +14,25 @@ PIECES = 12
 CONTENT = [f"piece {i}" for i in range(PIECES)]
 
 
-def note(folder: Path, piece: int) -> None:
-    """Add a line to the log that all processes share."""
-    with open(folder / "log", "a") as file:
-        file.write(f"{piece}\n")
-
-
 def made(folder: Path) -> list[int]:
+    """Return the pieces in the log that all processes share."""
     return sorted(map(int, (folder / "log").read_text().split()))
 
 
-def share_pieces(folder: Path, before=lambda i: None) -> list[str]:
+def share_pieces(folder: Path, wait=lambda: None) -> list[str]:
     """Make what no other process makes; return the content of all pieces."""
     targets = [folder / "pieces" / f"{i}.txt" for i in range(PIECES)]
 
     def make(i: int) -> None:
-        before(i)
+        with open(folder / "log", "a") as file:
+            file.write(f"{i}\n")
+        wait()
         time.sleep(0.03)
         atomic_folder.rewrite(targets[i], f"piece {i}")
-        note(folder, i)
 
     for i, target in enumerate(targets):
         run_once(target, functools.partial(make, i), "pieces")
     return [target.read_text() for target in targets]
-
-
-def wait_for(folder: Path, count: int, i: int) -> None:
-    """Return when `count` ranks are making a piece, so that none comes too late to make one."""
-    (folder / "begun").mkdir(exist_ok=True)
-    (folder / "begun" / os.environ["RANK"]).touch()
-    kit.until(lambda: len(list((folder / "begun").iterdir())) == count)
-
-
-class NoLock:
-    """The lock of a file system without locks: every process gets it."""
-
-    def __init__(self, path):
-        pass
-
-    def acquire(self, timeout=None):
-        return nullcontext()
 
 
 # ---- each task once --------------------------------------------------------------------------------------------------
@@ -66,26 +45,22 @@ def test_each_piece_is_made_once(tmp_path):
 
 
 def test_mutant_without_a_lock_makes_a_piece_three_times(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_folder, "FileLock", NoLock)
-    all_begun = functools.partial(wait_for, tmp_path, 3)
+    monkeypatch.setattr(cache_folder, "exclusive", lambda target, what: nullcontext())
+    all_begun = functools.partial(kit.until, lambda: len(made(tmp_path)) >= 3)
     results = kit.spawn(3, share_pieces, tmp_path, all_begun, out=tmp_path / "out")
     assert results == [CONTENT] * 3  # no data is lost
     assert made(tmp_path)[:3] == [0, 0, 0]
 
 
 def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
-    def stuck(i):
-        (tmp_path / "stuck").touch()
-        time.sleep(600)
-
-    (dying,) = kit.fork(1, share_pieces, tmp_path, stuck, out=tmp_path / "dying")
-    kit.until((tmp_path / "stuck").exists)
+    (dying,) = kit.fork(1, share_pieces, tmp_path, lambda: time.sleep(600), out=tmp_path / "dying")
+    kit.until((tmp_path / "log").exists)
     others = kit.fork(2, share_pieces, tmp_path, out=tmp_path / "others")
     dying.kill()
     for process in others:
         process.join(300)
         assert process.exitcode == 0
-    assert made(tmp_path) == list(range(PIECES))
+    assert made(tmp_path) == [0, *range(PIECES)]
 
 
 # ---- results of one launch -------------------------------------------------------------------------------------------
