@@ -88,6 +88,11 @@ def choose_batch_size(backend: Backend, cfg: RunConfig, module: torch.nn.Module,
     size = 1 << (max(1, cfg.global_batch_size // backend.accelerator.num_processes).bit_length() - 1)
     if backend.accelerator.device.type == "cpu":
         return min(size, LARGEST_ON_CPU)
+    return largest_that_fits(backend, module, task, train_set, size)
+
+
+def largest_that_fits(backend: Backend, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> int:
+    """Return the first of `size`, `size` / 2, … rows with a pass that fits on every rank; a collective."""
     with backend.buffers.unchanged():
         while size > 1 and backend.hosts.sum([lacks_memory(backend, module, task, train_set, size)])[0]:
             size //= 2

@@ -14,6 +14,7 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.tasks import OPTIONS
+from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step
@@ -122,6 +123,16 @@ def test_values_that_decide_whether_a_field_may_change(tmp_path, was, now, text)
         assert text in refusal(tmp_path, after, was=before)
     else:
         assert check(tmp_path, after, was=before) == [f"changed since step_00000008: {text}"]
+
+
+def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
+    flags = recipe.flags(tiny, **CONSTANT)
+    kit.run_training(1, tmp_path / "run", *flags, "--max_steps", 6)
+    run = kit.run_training(1, tmp_path / "run", *flags)
+    whole = kit.run_training(1, tmp_path / "whole", *flags)
+    assert kit.same(run.weights, whole.weights)
+    assert run.losses() == whole.losses()
+    assert (tmp_path / "run" / "old_final.old1").is_dir()
 
 
 # ---- contents, as recorded ---------------------------------------------------------------------------------------------

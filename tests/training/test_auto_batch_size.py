@@ -18,7 +18,7 @@ ERRORS = {  # of a forward pass, by the most rows that fit
 
 
 def _search(files, limits: list[int]):
-    """Search with a model that fails above this rank's limit; return (sizes, sizes of forward passes, clean)."""
+    """Search with a model that fails above this rank's limit; return (size, sizes of forward passes, clean)."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -34,18 +34,15 @@ def _search(files, limits: list[int]):
         return forward(inputs)
 
     model_with_loss.forward = bounded
-    module = accelerator.prepare(model_with_loss)
-
-    sizes, lacks = [16], memory.lacks_memory
-    while sizes[-1] > 1 and backend.hosts.sum([lacks(backend, module, task, splits["train"], sizes[-1])])[0]:
-        sizes.append(sizes[-1] // 2)
-    return sizes, tried, all(p.grad is None for p in module.parameters())
+    module, _ = backend.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), 0.1))
+    size = memory.largest_that_fits(backend, module, task, splits["train"], 16)
+    return size, tried, all(p.grad is None for p in module.parameters())
 
 
 @pytest.mark.parametrize("limits", [[100, 4], [6, 100]])
 def test_all_ranks_use_what_fits_the_smallest(files, tmp_path, limits):
     for result in kit.spawn(2, _search, files, limits, out=tmp_path):
-        assert result == ([16, 8, 4], [16, 8, 4], True)  # every rank tried every size: no collective was left waiting
+        assert result == (4, [16, 8, 4], True)  # every rank tried every size: no collective was left waiting
 
 
 def test_other_errors_of_a_forward_pass_are_raised(files, tmp_path):
