@@ -139,17 +139,6 @@ def test_tokenizer_with_several_templates(tokenizer):
     assert len(plain) < len(more)
 
 
-@pytest.mark.parametrize("dash", ["", "-"])
-def test_marked_templates_train_what_is_marked(tokenizer, dash):
-    body = "{{ m.role }}: {%- generation -%}{{ m.content }}{%- endgeneration -%}".replace("-", dash)
-    tokenizer.chat_template = LOOP + "{% if m.role == 'assistant' %}" + body + "{% endif %}<|endoftext|>{% endfor %}"
-    ids, labels, _ = encode_chat(tokenizer, CHAT, "row 3", None)
-    assert tokenizer.decode([label for label in labels if label != -100]).replace(" ", "") == "hellohello"
-    assert len(ids) > sum(label != -100 for label in labels)
-    with pytest.raises(UsageError, match=r"row 3: .*turn 1 has the role .gpt."):
-        encode_chat(tokenizer, [CHAT[0], GPT], "row 3", None)
-
-
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
 
 
