@@ -183,28 +183,23 @@ def documents(split) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_long_rows_are_cut_and_counted_or_packed_without_loss(open_data, tmp_path, packing):
+def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(open_data, tmp_path, packing):
+    new = [{"text": f"return x{i} self"} for i in range(4)]
     file = kit.write_jsonl(tmp_path / "rows.jsonl", LONG)
-    task, splits = open_data(train_file=file, max_length=64, packing=packing)
+    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
+    task, splits = open_data(train_file=file, validation_file=other, max_length=64, packing=packing)
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
     stats, cut = splits["train"].stats, [len(ids) - 64 for ids in whole if len(ids) > 64]
+    *notes, repeated = data_notes(splits)
+    assert repeated == "validation data: 3 of 8 examples checked are also in the training data"
     if packing:
         parts = [ids[i : i + 64] for ids in whole for i in range(0, len(ids), 64)]
         assert sorted(documents(splits["train"])) == sorted(part for part in parts if len(part) > 1)
-        assert (stats["rows_cut"], stats["tokens_cut"], data_notes(splits)) == (0, 0, [])
+        assert (stats["rows_cut"], stats["tokens_cut"], notes) == (0, 0, [])
         return
     assert documents(splits["train"]) == [ids[:64] for ids in whole]
     assert (stats["rows_cut"], stats["tokens_cut"]) == (2, sum(cut))
-    assert "train data: 2 rows were longer than max_length" in data_notes(splits)[0]
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_validation_rows_in_training_data_are_counted(open_data, tmp_path, packing):
-    new = [{"text": f"return x{i} self"} for i in range(4)]
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
-    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
-    _, splits = open_data(train_file=file, validation_file=other, packing=packing)
-    assert data_notes(splits) == ["validation data: 3 of 8 examples checked are also in the training data"]
+    assert "train data: 2 rows were longer than max_length" in notes[0]
 
 
 # ---- the cache folder -------------------------------------------------------------------------------------------------
