@@ -131,7 +131,7 @@ def test_mutant_that_writes_in_place(fields, tmp_path, small, monkeypatch):
 def test_error_in_a_process_ends_the_preparation(fields, tmp_path, small):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "def f return self"}] * 300 + [{"text": None}])
     fields = fields | {"train_file": file, "preprocessing_num_workers": 3}
-    with pytest.raises(UsageError, match=r"rows.jsonl, line 301: train data: `text` holds nothing"):
+    with pytest.raises(UsageError, match=r"^\S+rows.jsonl, line 301: train data: `text` holds nothing"):
         opened(fields, tmp_path / "cache")
     assert digest(tmp_path / "cache") == {}
 

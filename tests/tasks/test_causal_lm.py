@@ -92,10 +92,11 @@ def packed_and_alone(folder, model, attention, packing, change=None) -> float:
 
 
 # Llama's RMSNorm and rotary embedding compute in float32 whatever the weights are, GPT-2 computes in float64.
-@pytest.mark.parametrize("model, tolerance", [("gpt2.yaml", 1e-10), ("llama.yaml", 1e-6)])
+@pytest.mark.parametrize(
+    "model, packing, tolerance", [("gpt2.yaml", True, 1e-10), ("gpt2.yaml", False, 1e-10), ("llama.yaml", True, 1e-6)]
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_rows_equal_each_document_alone(folder, model, tolerance, attention, packing):
+def test_rows_equal_each_document_alone(folder, model, packing, tolerance, attention):
     assert packed_and_alone(folder, model, attention, packing) <= tolerance
 
 
