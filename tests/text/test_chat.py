@@ -65,6 +65,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 GPT = {"role": "gpt", "content": "yes"}
 
 NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
+MARKS = kit.CHATML.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
 UPPER = LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
 LAST = LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 TOOL_CHAT = (
@@ -89,7 +90,7 @@ def called(arguments) -> list[dict]:
         (kit.CHATML, [CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "not write the function_call of turn 1"),
         (kit.CHATML, [CHAT[0], CHAT[1] | {"weight": 0}], "turn 1 has the weight 0"),
         (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
-        (kit.CHATML, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
+        (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
         (kit.CHATML, [PARTS, *CHAT[1:]], "content of turn 0"),
         (NO_SYSTEM, [{"role": "system", "content": "be brief"}, *CHAT], "does not write the content of turn 0"),
         (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
@@ -98,8 +99,9 @@ def called(arguments) -> list[dict]:
     ],
 )
 def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
+    tokenizer.chat_template = template
     with pytest.raises(UsageError, match=f"row 3: .*{words}"):
-        render(tokenizer, template, messages, "row 3")
+        encode_chat(tokenizer, messages, "row 3", None)
 
 
 def test_missing_values_of_a_turn_are_not_written(tokenizer):
