@@ -14,21 +14,17 @@ def dry_run(plain: dict, **fields) -> None:
     train.main([str(word) for word in plain_task.flags(plain, dry_run=True, **fields)])
 
 
-def test_plan_counts_what_the_run_file_freezes(plain, tmp_path, capsys):
-    dry_run(plain, output_dir=tmp_path / "run", freeze=["enter.*", "leave.weight"])
-    assert "1,436 (1,100 trainable) in float64" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="freeze: nope"):
-        dry_run(plain, output_dir=tmp_path / "run", freeze=["nope"])
-
-
-def test_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path):
+def test_plan_counts_what_is_trained_of_a_model_without_weights(plain, monkeypatch, tmp_path, capsys):
     """`build` is asked for an empty model only, so billions of parameters need no memory."""
     asked, build = [], plain_task.Task.build
     monkeypatch.setattr(
         plain_task.Task, "build", lambda task, weights=None, empty=False: asked.append(empty) or build(task, None, True)
     )
-    dry_run(plain, output_dir=tmp_path)
+    dry_run(plain, output_dir=tmp_path / "run", freeze=["enter.*", "leave.weight"])
     assert asked == [True]
+    assert "1,436 (1,100 trainable) in float64" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="freeze: nope"):
+        dry_run(plain, output_dir=tmp_path / "run", freeze=["nope"])
 
 
 @pytest.mark.parametrize("size, warmup, warned", [(8, 50, True), (1, 2, False)])

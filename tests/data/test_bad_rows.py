@@ -58,6 +58,7 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
     "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
     "only a header": ({"a.csv": "text\n"}, "a.csv is empty"),
 }
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
 FOLDER = ("trailing comma", "column twice", "another type in a late row")
 
 
@@ -112,8 +113,7 @@ def test_mutant_readers_of_datasets_accept_broken_files(tmp_path, monkeypatch, n
 
 def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     """`datasets` would write the texts of the second chunk in quotes: to train on those would be a silent error."""
-    card = "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n  chunksize: 40\n---\n"
-    write(tmp_path / "data", {"README.md": card, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
+    write(tmp_path / "data", {"README.md": CARD, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
     with pytest.raises(UsageError, match=r"a.jsonl, line 10: .*\(/text\) changed from string to number"):
         open_data(dataset_name=tmp_path / "data")
 
@@ -126,9 +126,8 @@ def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatc
     replace_readers()
     if mutant:
         monkeypatch.setattr(Json, "_generate_tables", Json.unchecked_tables)
-    card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
     texts, dates = ({"text": text, "m": [{"s": text}]} for text in ("def f", "2020-01-01T10:00"))
-    files = {"README.md": card, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
+    files = {"README.md": CARD, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
     write(tmp_path / "data", files)
     rows = datasets.load_dataset(str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "cache"))[:]
     for found in (rows["text"], [m[0]["s"] for m in rows["m"]]):
