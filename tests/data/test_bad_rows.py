@@ -169,26 +169,13 @@ def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
 # ---- locations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        (
-            {"a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n', "b.jsonl": '\n  \n{"text": "r2"}'},
-            ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl, line 3"],
-        ),
-        (
-            {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
-            ["a.txt, line 1", "a.txt, line 2", "b.txt, line 1", "b.txt, line 2"],
-        ),
-    ],
-)
-def test_location_of_every_row(tmp_path, files, expected):
-    """Rows of several files, with blank lines and carriage returns among them."""
-    raw = raw_rows(tmp_path, train_file=[str(path) for path in write(tmp_path, files)])
-    assert [text[:2] for text in raw.rows["text"]] == [f"r{i}" for i in range(len(expected))]
-    assert [raw.describe_row(i) for i in range(len(raw.rows))] == [
-        f"{tmp_path}/{where}: train data" for where in expected
-    ]
+def test_location_of_every_line_of_text(tmp_path):
+    """Of several files, with carriage returns and other separators of lines in them."""
+    files = write(tmp_path, {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"})
+    raw = raw_rows(tmp_path, train_file=list(map(str, files)))
+    assert [text[:2] for text in raw.rows["text"]] == ["r0", "r1", "r2", "r3"]
+    where = [f"{file}, line {line}: train data" for file in files for line in (1, 2)]
+    assert [raw.describe_row(i) for i in range(4)] == where
 
 
 # ---- a row on which the `encode` of a fork fails ----------------------------------------------------------------------

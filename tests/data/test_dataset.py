@@ -19,20 +19,15 @@ TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
 
 
 def write(path: Path, rows: list[str]) -> Path:
-    """Write texts as a file of JSON lines, or of Arrow if it has that suffix."""
     path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".jsonl":
-        return kit.write_jsonl(path, [{"text": row} for row in rows])
-    datasets.Dataset.from_dict({"text": rows}).save_to_disk(path.with_suffix(""))
-    return (path.with_suffix("") / "data-00000-of-00001.arrow").rename(path)
+    return kit.write_jsonl(path, [{"text": row} for row in rows])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".arrow"])
-def test_order_of_files_and_rows_is_kept(open_data, tmp_path, suffix):
-    files = [write(tmp_path / f"{name}{suffix}", [*TEXTS, f"return {name}"]) for name in ("b", "a", "c")]
+def test_order_of_files_and_rows_is_kept(open_data, tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", [*TEXTS, f"return {name}"]) for name in ("b", "a", "c")]
     task, splits = open_data(train_file=files)
     assert texts(task, splits["train"]) == [text for name in ("b", "a", "c") for text in (*TEXTS, f"return {name}")]
     assert splits.keys() == {"train"}
@@ -75,6 +70,9 @@ def test_splits_of_a_folder(open_data, tmp_path, kind):
         _, splits = open_data(dataset_name=folder, **given)
         assert [row["input_ids"].tolist() for row in kit.all_rows(splits["train"])] == rows
         assert len(splits["validation"]) == 3
+    if kind == "saved":
+        _, splits = open_data(train_file=folder / "train/*.arrow")
+        assert [row["input_ids"].tolist() for row in kit.all_rows(splits["train"])] == ROWS[:9]
     with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
         open_data(dataset_name=folder, dataset_split="extras")
     with pytest.raises(UsageError, match="dataset_split is validation, which is also the evaluation data"):
