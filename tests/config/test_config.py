@@ -119,15 +119,12 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
         (["--parameter_groups", "{x: {lr_facto: 2}}"], ["x: lr_facto: unknown field; did you mean lr_factor?"]),
         (["--task", "text_clasification"], ["task: ", "'text_clasification'; did you mean text_classification?"]),
         (["--label_column", "kind"], ["--label_column: ", "text_classification", "causal_lm"]),
-        (["--learning_rat", "1"], ["--learning_rat: unknown field; did you mean learning_rate?"]),  # not abbreviated
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
         (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "--config configs/stdlib_lm.yaml"]),
-        (["--lr", "1"], ["--lr: unknown field; give learning_rate"]),  # a name of other trainers
         (b"", ["run.yaml: ", "`name: value`"]),
         (b"\x00\xff\xfe\x80abc", ["run.yaml: not readable as YAML"]),
         (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["run.yaml: ", "'seed' is given twice", "line 3, column 1"]),
         (b"learning_rate: yes", ["run.yaml: learning_rate: True", "number"]),
-        (b"packing: true\ntask: text_classification", ["run.yaml: packing: ", "causal_lm", "text_classification"]),
     ],
 )
 def test_errors_of_the_command_line_and_the_run_file(here, given, parts):

@@ -8,6 +8,11 @@ from tests.helpers import kit
 WORDS = ["def", "return", "self", "import", "class", "yield", "lambda", "für", "漢字", "0x1f", "assert", "None", "True"]
 
 
+def texts(task, split) -> list[str]:
+    """Return the text of every row, in the order of ids."""
+    return [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in kit.all_rows(split)]
+
+
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory):
     """Return a folder with tokenizers and a model configuration."""

@@ -3,12 +3,8 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import datasets
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from src.config.addons import run_config
@@ -17,25 +13,19 @@ from src.data.prepared_split import data_notes
 from src.data.raw_rows import load_raw_rows, replace_readers
 from src.data.sources import find_sources
 from src.tasks import causal_lm
+from tests.data.conftest import texts
 
 BOM = b"\xef\xbb\xbf"
 GOOD = {
-    "plain.csv": b"text,n\nab,1\ncd,2\n",
     "bom.csv": BOM + b"text,n\nab,1\ncd,2\n",
     "quoted.csv": b'"text",n\r\n"ab",1\r\n\r\ncd,"2"\r\n',
     "cr.csv": b"text,n\rab,1\rcd,2\r",
     "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
-    "bom.txt": BOM + b"ab\ncd\n",
-    "crlf.txt": b"ab\r\ncd",
+    "bom.txt": BOM + b"ab\r\ncd",
     "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
     "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
     "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
 }
-
-
-class Case(NamedTuple):
-    files: dict  # content by name: text, bytes, or columns of a Parquet file
-    message: str  # parts of the message, separated by |
 
 
 def lines(*rows) -> str:
@@ -44,44 +34,45 @@ def lines(*rows) -> str:
 
 ROW = {"text": "def f"}
 BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
-BAD = {
+BAD = {  # text or bytes of files by name; parts of the message, separated by |
     # ---- CSV that pandas accepts: it shifts or fills columns
-    "trailing comma": Case({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv: |Row #2: Expected 2 columns, got 3"),
-    "too few": Case({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv: |Row #3: Expected 2 columns, got 1"),
-    "open quote": Case({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: not valid CSV"),
-    "column twice": Case({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
-    "null in csv": Case({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
+    "trailing comma": ({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv: |Row #2: Expected 2 columns, got 3"),
+    "too few": ({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv: |Row #3: Expected 2 columns, got 1"),
+    "open quote": ({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: not valid CSV"),
+    "column twice": ({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
+    "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
     # ---- other formats
-    "invalid UTF-8 in jsonl": Case(
+    "invalid UTF-8 in jsonl": (
         {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
         "b.jsonl, line 5: train data: this row cannot be decoded: 'utf-8' codec",
     ),
-    "another type in a late row": Case(
-        {"a.jsonl": BEFORE + lines({"text": 3})}, "a.jsonl, line 5: |(/text) changed from string to number"
+    "another type in a late row": (
+        {"a.jsonl": BEFORE + lines({"text": 3})},
+        "a.jsonl, line 5: |(/text) changed from string to number",
     ),
-    "types in a list": Case({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json: `text` holds values of several types"),
-    "another type in the second file": Case(
-        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})}, "a.jsonl, |b.jsonl: |text|int64"
+    "types in a list": ({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json: `text` holds values of several types"),
+    "another type in the second file": (
+        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})},
+        "a.jsonl, |b.jsonl: |text|int64",
     ),
-    "two formats": Case({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
-    "only a header": Case({"a.csv": "text\n"}, "a.csv is empty"),
+    "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
+    "only a header": ({"a.csv": "text\n"}, "a.csv is empty"),
 }
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
 FOLDER = ("trailing comma", "column twice", "another type in a late row")
 
 
 def write(folder: Path, files: dict) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        if isinstance(content, dict):
-            pyarrow.parquet.write_table(pa.table(content), folder / name)
-        else:
-            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return [folder / name for name in files]
 
 
-def texts(task, splits) -> list[str]:
-    rows = splits["train"].rows(np.arange(len(splits["train"])))
-    return [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+def raw_rows(folder: Path, split: str = "train", **fields):
+    """Return the raw rows of a split of files or a folder."""
+    cfg = run_config(cache_dir=str(folder / "cache"), **fields)
+    return load_raw_rows(find_sources(cfg, split)[""], cfg)
 
 
 def both_modes(folder: Path, files: dict) -> list[dict]:
@@ -93,16 +84,18 @@ def both_modes(folder: Path, files: dict) -> list[dict]:
 @pytest.mark.parametrize("name", GOOD)
 def test_good_files_are_read_correctly(open_data, tmp_path, name):
     for fields in both_modes(tmp_path / "data", {name: GOOD[name]}):
-        assert texts(*open_data(**fields)) == ["ab", "cd"]
+        task, splits = open_data(**fields)
+        assert texts(task, splits["train"]) == ["ab", "cd"]
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_refused_with_file_and_row(open_data, tmp_path, name):
-    for fields in both_modes(tmp_path / "data", BAD[name].files)[: 2 if name in FOLDER else 1]:
+    files, parts = BAD[name]
+    for fields in both_modes(tmp_path / "data", files)[: 2 if name in FOLDER else 1]:
         with pytest.raises(UsageError) as caught:
             open_data(**fields)
         message = str(caught.value)
-        assert all(part in message for part in BAD[name].message.split("|")), message
+        assert all(part in message for part in parts.split("|")), message
         # The message names the user's files, not those in the cache.
         assert not any(name in message for name in ("cache/", "prepared"))
 
@@ -114,14 +107,13 @@ def test_mutant_readers_of_datasets_accept_broken_files(tmp_path, monkeypatch, n
     from datasets.packaged_modules.csv.csv import Csv
 
     monkeypatch.setattr(Csv, "_generate_tables", Csv.unchecked_tables)
-    (file,) = write(tmp_path, BAD[name].files)
+    (file,) = write(tmp_path, BAD[name][0])
     assert len(list(datasets.load_dataset("csv", data_files=[str(file)], split="train", streaming=True))) in (1, 2)
 
 
 def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     """`datasets` would write the texts of the second chunk in quotes: to train on those would be a silent error."""
-    card = "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n  chunksize: 40\n---\n"
-    write(tmp_path / "data", {"README.md": card, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
+    write(tmp_path / "data", {"README.md": CARD, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
     with pytest.raises(UsageError, match=r"a.jsonl, line 10: .*\(/text\) changed from string to number"):
         open_data(dataset_name=tmp_path / "data")
 
@@ -134,9 +126,8 @@ def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatc
     replace_readers()
     if mutant:
         monkeypatch.setattr(Json, "_generate_tables", Json.unchecked_tables)
-    card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
     texts, dates = ({"text": text, "m": [{"s": text}]} for text in ("def f", "2020-01-01T10:00"))
-    files = {"README.md": card, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
+    files = {"README.md": CARD, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
     write(tmp_path / "data", files)
     rows = datasets.load_dataset(str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "cache"))[:]
     for found in (rows["text"], [m[0]["s"] for m in rows["m"]]):
@@ -158,57 +149,33 @@ def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
     names = ("train-0.csv", "train-1.csv", "validation.csv")
     contents = ["text,n\nab,x\n", "text,n\ncd,007\n", "text,n\nef,TRUE\n"]
     write(tmp_path / "data", dict(zip(names, contents, strict=True)))
-    cfg = run_config(dataset_name=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
-    cells = [load_raw_rows(find_sources(cfg, name)[""], cfg).rows["n"][:] for name in ("train", "validation")]
+    data = {"dataset_name": str(tmp_path / "data")}
+    cells = [raw_rows(tmp_path, name, **data).rows["n"][:] for name in ("train", "validation")]
     assert cells == [["x", "007"], ["TRUE"]]
 
     write(tmp_path / "data", {"train-0.csv": "text,n\nab,true\n", "train-1.csv": "text,n\ncd,2\n"})
     with pytest.raises(UsageError, match=r"train-1.csv: .* invalid value '2'"):
-        load_raw_rows(find_sources(cfg, "train")[""], cfg)
+        raw_rows(tmp_path, **data)
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [["12345678901234567891", "2"], ["true", "1", "0"], ["0x1F", "31"], ["2024-01-01", "2024-01-02"]],
-    ids=["integers over int64", "bool words and numbers", "hexadecimal", "dates"],
-)
-def test_csv_cells_that_are_no_plain_numbers_keep_their_text(open_data, tmp_path, cells):
-    """pyarrow would round such integers to float64, make True of 1, and 31 of 0x1F."""
-    file = write(tmp_path, {"a.csv": "text,n\n" + "".join(f"ab,{cell}\n" for cell in cells)})[0]
-    raw = load_raw_rows(
-        find_sources(run_config(train_file=[str(file)]), "train")[""], run_config(cache_dir=str(tmp_path))
-    )
-    assert raw.rows["n"][:] == cells
+def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
+    """pyarrow would round integers above int64 to float64, make True of 1, 31 of 0x1F, and a time of a date."""
+    rows = ["12345678901234567891,true,0x1F,2024-01-01", "2,1,31,2024-01-02"]
+    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool,hexadecimal,date", *rows, ""])})
+    found = raw_rows(tmp_path, train_file=[str(file)]).rows
+    assert [",".join(row.values()) for row in found] == rows
 
 
 # ---- locations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        (
-            {"a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n', "b.jsonl": '\n  \n{"text": "r2"}'},
-            ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl, line 3"],
-        ),
-        (
-            {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
-            ["a.txt, line 1", "a.txt, line 2", "b.txt, line 1", "b.txt, line 2"],
-        ),
-        (
-            {"a.parquet": {"text": ["r0", "r1"]}, "b.parquet": {"text": ["r2"]}},
-            ["a.parquet, row 0", "a.parquet, row 1", "b.parquet, row 0"],
-        ),
-    ],
-)
-def test_location_of_every_row(tmp_path, files, expected):
-    """Rows of several files, with blank lines and carriage returns among them."""
-    cfg = run_config(train_file=[str(path) for path in write(tmp_path, files)], cache_dir=str(tmp_path / "cache"))
-    raw = load_raw_rows(find_sources(cfg, "train")[""], cfg)
-    assert [text[:2] for text in raw.rows["text"]] == [f"r{i}" for i in range(len(expected))]
-    assert [raw.describe_row(i) for i in range(len(raw.rows))] == [
-        f"{tmp_path}/{where}: train data" for where in expected
-    ]
+def test_location_of_every_line_of_text(tmp_path):
+    """Of several files, with carriage returns and other separators of lines in them."""
+    files = write(tmp_path, {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"})
+    raw = raw_rows(tmp_path, train_file=list(map(str, files)))
+    assert [text[:2] for text in raw.rows["text"]] == ["r0", "r1", "r2", "r3"]
+    where = [f"{file}, line {line}: train data" for file in files for line in (1, 2)]
+    assert [raw.describe_row(i) for i in range(4)] == where
 
 
 # ---- a row on which the `encode` of a fork fails ----------------------------------------------------------------------
@@ -250,7 +217,8 @@ def test_new_file_with_an_old_time_is_read_again(open_data, tmp_path):
     for rows in (["ab"], ["cd"], ["cd", "ef"]):
         for fields in both_modes(tmp_path / "data", {"a.jsonl": lines(*({"text": text} for text in rows))}):
             os.utime(tmp_path / "data/a.jsonl", ns=(10**18, 10**18))
-            assert texts(*open_data(**fields)) == rows
+            task, splits = open_data(**fields)
+            assert texts(task, splits["train"]) == rows
 
 
 def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):

@@ -1,15 +1,14 @@
 """Micro-batches come in order for any number of loader processes; a failing process is reported with its rows."""
 
-import json
 import os
 import random
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from src.config.schema import RunConfig
 from src.data import data_loader
@@ -54,31 +53,24 @@ def test_weight_that_is_no_count_is_refused_with_its_rows(data, tmp_path, monkey
 # ---- threads of a loader process -------------------------------------------------------------------------------------------
 
 
-def threads(fields, folder: Path) -> list[int]:
-    """Write the threads that a loader process uses to `folder`; return those of its rank."""
-    from threadpoolctl import threadpool_info, threadpool_limits
+class Threads(torch.utils.data.Dataset):
+    """Each item is the threads that its process uses."""
 
-    def used() -> list[int]:
+    def __getitem__(self, item) -> list[int]:
         return [torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())]
 
+
+def threads() -> tuple[list, list]:
+    """Return the threads that loader processes use, and those of their rank."""
     torch.set_num_threads(2)
     threadpool_limits(2)
-    task, splits = kit.open_data(**fields)
-    original = causal_lm.Task.collate
-
-    def collate(self, rows, training):
-        (folder / f"worker{torch.utils.data.get_worker_info().id}.json").write_text(json.dumps(used()))
-        return original(self, rows, training)
-
-    causal_lm.Task.collate = collate
-    list(read(task, splits["train"], plan(splits["train"]), 2))
-    return used()
+    loader = data_loader.open_loader(Threads(), RunConfig(), 2, False, iter(range(4)))
+    return list(loader), Threads()[0]
 
 
-def test_loader_process_uses_one_thread(tiny, tmp_path):
-    [of_rank] = kit.spawn(1, threads, tiny | {"cache_dir": tmp_path / "cache"}, tmp_path, out=tmp_path / "out")
-    for number in range(2):
-        assert {*json.loads((tmp_path / f"worker{number}.json").read_text())} == {1}
+def test_loader_process_uses_one_thread(tmp_path):
+    [(of_loaders, of_rank)] = kit.spawn(1, threads, out=tmp_path / "out")
+    assert {count for counts in of_loaders for count in counts} == {1}
     assert of_rank[0] == max(of_rank) == 2  # the rank itself keeps what it had
 
 
@@ -90,35 +82,26 @@ class Drawing(causal_lm.Task):
 
     def collate(self, rows, training):
         drawn = [*torch.rand(2).tolist(), *np.random.rand(2), random.random()]
-        return Batch({"drawn": torch.tensor(drawn, dtype=torch.float64)}, len(rows), len(rows), len(rows))
+        ids = torch.from_numpy(np.concatenate([row["input_ids"] for row in rows]))
+        return Batch({"ids": ids, "drawn": torch.tensor(drawn, dtype=torch.float64)}, len(rows), len(rows), len(rows))
 
 
-def draws(split, workers, rank=0, world=1) -> dict:
+def batches(split, workers, rank=0, world=1) -> dict:
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
-    order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 3)
-    batches = read(Drawing(RunConfig(), causal_lm.Options()), split, order, workers)
-    return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in batches if not m.dummy}
+    order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 5)
+    found = read(Drawing(RunConfig(), causal_lm.Options()), split, order, workers)
+    return {(m.step, m.index): [v.tolist() for v in batch.inputs.values()] for m, batch in found if not m.dummy}
 
 
-def test_random_draws_do_not_depend_on_workers_or_processes(data, monkeypatch):
+def test_batches_and_random_draws_do_not_depend_on_workers_or_processes(data, monkeypatch):
     _, split = data
-    here = draws(split, 0)
-    assert len({str(value) for value in here.values()}) == len(here) > 16  # each micro-batch has its own
-    assert draws(split, 2) == here
-    assert draws(split, 0, 0, 2) | draws(split, 0, 1, 2) == here
+    here = batches(split, 0)
+    assert len({str(drawn) for _, drawn in here.values()}) == len(here) > 30  # each micro-batch has its own
+    for workers in (1, 3):
+        assert list(batches(split, workers).items()) == list(here.items())  # in order
+    assert batches(split, 0, 0, 2) | batches(split, 0, 1, 2) == here
     monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)  # the mutant
-    assert draws(split, 2) != draws(split, 0)
-
-
-def test_batches_do_not_depend_on_workers(data):
-    def batches(workers: int) -> list:
-        found = read(*data, plan(data[1], 23), workers)
-        return [(m.step, m.index, m.seed, {k: v.tolist() for k, v in b.inputs.items()}, *b[1:]) for m, b in found]
-
-    one = batches(0)
-    assert len(one) > 40
-    assert batches(1) == one
-    assert batches(3) == one
+    assert batches(split, 3) != batches(split, 0)
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------------

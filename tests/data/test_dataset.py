@@ -11,60 +11,37 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data.prepare import encode_files
-from src.data.sources import BUILDERS
 from src.tasks import causal_lm
-from src.text.chat import warn_once
+from tests.data.conftest import texts
 from tests.helpers import kit
 
 TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
 
 
-def texts(task, split) -> list[str]:
-    """Return the text of every row, in the order of ids."""
-    rows = split.rows(np.arange(len(split)))
-    return [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
-
-
 def write(path: Path, rows: list[str]) -> Path:
-    """Write texts as a file of the type that the suffix names."""
     path.parent.mkdir(exist_ok=True)
-    table = datasets.Dataset.from_dict({"text": rows})
-    if path.suffix == ".txt":
-        path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps([{"text": row} for row in rows]), encoding="utf-8")
-    elif path.suffix == ".arrow":
-        table.save_to_disk(path.with_suffix(""))
-        (path.with_suffix("") / "data-00000-of-00001.arrow").rename(path)
-    else:
-        getattr(table, {".jsonl": "to_json", ".csv": "to_csv", ".parquet": "to_parquet"}[path.suffix])(path)
-    return path
+    return kit.write_jsonl(path, [{"text": row} for row in rows])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", BUILDERS)
-def test_every_file_format_keeps_the_order_of_files_and_rows(open_data, tmp_path, suffix):
-    files = [write(tmp_path / f"{name}{suffix}", [*TEXTS, f"return {name}"]) for name in ("b", "a", "c")]
+def test_order_of_files_and_rows_is_kept(open_data, tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", [*TEXTS, f"return {name}"]) for name in ("b", "a", "c")]
     task, splits = open_data(train_file=files)
     assert texts(task, splits["train"]) == [text for name in ("b", "a", "c") for text in (*TEXTS, f"return {name}")]
     assert splits.keys() == {"train"}
     assert splits["train"].stats["source_rows"] == len(splits["train"]) == 21
 
 
-def test_glob_is_sorted_and_recursive(open_data, tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl"):
+@pytest.mark.parametrize(
+    "pattern, files", [("**/*.jsonl", ["a1.jsonl", "a[1].jsonl", "deep/c.jsonl"]), ("a[1].jsonl", ["a[1].jsonl"])]
+)
+def test_glob_is_sorted_and_recursive_unless_a_file_has_this_name(open_data, tmp_path, pattern, files):
+    for name in ("deep/c.jsonl", "a[1].jsonl", "a1.jsonl"):
         write(tmp_path / name, [name])
-    task, splits = open_data(train_file=tmp_path / "**/*.jsonl")
-    assert texts(task, splits["train"]) == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
-
-
-def test_name_that_looks_like_a_pattern_is_a_file(open_data, tmp_path):
-    """`datasets` would read a1.jsonl."""
-    write(tmp_path / "a1.jsonl", ["another file"])
-    task, splits = open_data(train_file=write(tmp_path / "a[1].jsonl", ["this file"]))
-    assert texts(task, splits["train"]) == ["this file"]
+    task, splits = open_data(train_file=tmp_path / pattern)
+    assert texts(task, splits["train"]) == files
 
 
 GENERATOR = np.random.default_rng(0)
@@ -91,8 +68,11 @@ def test_splits_of_a_folder(open_data, tmp_path, kind):
     folder = write_splits(tmp_path / "set", kind)
     for given, rows in ({}, ROWS[:9]), ({"dataset_split": "extra"}, ROWS[12:]):
         _, splits = open_data(dataset_name=folder, **given)
-        assert [row["input_ids"].tolist() for row in splits["train"].rows(np.arange(len(rows)))] == rows
+        assert [row["input_ids"].tolist() for row in kit.all_rows(splits["train"])] == rows
         assert len(splits["validation"]) == 3
+    if kind == "saved":
+        _, splits = open_data(train_file=folder / "train/*.arrow")
+        assert [row["input_ids"].tolist() for row in kit.all_rows(splits["train"])] == ROWS[:9]
     with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
         open_data(dataset_name=folder, dataset_split="extras")
     with pytest.raises(UsageError, match="dataset_split is validation, which is also the evaluation data"):
@@ -112,8 +92,6 @@ def prepared(folder: Path) -> list[Path]:
 
 
 CHANGES = {
-    "a row more": {},
-    "another text of the same size": {},
     "another end of text": {"tokenizer_name": "other_eos"},
     "another length": {"max_length": 2},
     "packing": {"packing": True},
@@ -122,21 +100,16 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_of_data_or_options_prepare_again(open_data, tools, tmp_path, name):
+def test_changed_options_prepare_again(open_data, tools, tmp_path, name):
+    """Changed files: tests/data/test_bad_rows.py."""
     file = write(tmp_path / "rows.jsonl", TEXTS)
     for _ in range(2):
         _, before = open_data(train_file=file)
         assert len(prepared(tmp_path)) == 1
-    changed = {"a row more": [*TEXTS, "more"], "another text of the same size": [*TEXTS[:-1], "else fed"]}
-    if name in changed:
-        write(file, changed[name])
-        os.utime(file, (1, 1))  # so that the time of the file differs
     fields = {k: tools / v if k == "tokenizer_name" else v for k, v in CHANGES[name].items()}
-    task, after = open_data(train_file=file, **fields)
+    _, after = open_data(train_file=file, **fields)
     assert len(prepared(tmp_path)) == 2
-    _, fresh = open_data(train_file=file, cache_dir=tmp_path / "elsewhere", **fields)
-    assert texts(task, after["train"]) == texts(task, fresh["train"])  # not the old ones under a new name
-    assert after["train"].stats["rows"] == fresh["train"].stats["rows"] != before["train"].stats["rows"]
+    assert after["train"].stats["rows"] != before["train"].stats["rows"]
 
 
 class Child(causal_lm.Task):
@@ -181,10 +154,3 @@ def test_file_that_is_named_twice_is_warned_about(open_data, tmp_path, capsys):
     _, splits = open_data(train_file=[file, tmp_path / "b.jsonl"])
     assert len(splits["train"]) == 2 * len(TEXTS)
     assert "names a file more than once, so its rows are read as often" in capsys.readouterr().err
-
-
-def test_format_that_is_chosen_is_said(open_data, tmp_path, capsys):
-    """Rows that fit two formats are of the first; the other is not used."""
-    warn_once.cache_clear()
-    open_data(train_file=kit.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "text": "a"}]))
-    assert "the rows have input_ids, which are used; text are not" in capsys.readouterr().err

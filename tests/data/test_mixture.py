@@ -67,14 +67,17 @@ def one(sources, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("mixed") / "run", *fields, *mixed(mixture))
 
 
-def test_numbers_do_not_depend_on_processes(sources, one, tmp_path):
-    _, fields, mixture = sources
-    two = kit.run_training(2, tmp_path / "run", *fields, *mixed(mixture), "--per_device_batch_size", "3")
+def test_numbers_do_not_depend_on_processes_or_a_token_budget(sources, one, tmp_path):
+    folder, fields, mixture = sources
+    with pytest.raises(UsageError, match="per_device_batch_tokens is 5, but the longest row has 11 tokens"):
+        kit.open_data(model_config=folder / "exact.yaml", mixture=json.dumps(mixture), per_device_batch_tokens=5)
+    budget = ["--per_device_batch_tokens", "23"]
+    two = kit.run_training(2, tmp_path / "run", *fields, *mixed(mixture), *budget)
     assert kit.distance(one.weights, two.weights) <= 1e-10
     assert [line["weight"] for line in two.kind("train")] == [line["weight"] for line in one.kind("train")]
     assert kit.ledger_text(one.folder) == kit.ledger_text(two.folder)
     mixture = mixture | {"low": mixture["low"] | {"weight": 2}}
-    other = ["--output_dir", two.folder, "--per_device_batch_size", "3"]
+    other = ["--output_dir", two.folder, *budget]
     codes, [text] = kit.run_command("train.py", *fields, *mixed(mixture), *other, folder=tmp_path)
     assert codes == [2]
     assert "(data.rows: " in text
@@ -113,15 +116,3 @@ def test_mixture_errors(sources, change, message):
     folder, _, mixture = sources
     with pytest.raises(UsageError, match=message):
         kit.open_data(model_config=folder / "exact.yaml", mixture=json.dumps(mixture | change))
-
-
-# ---- the token budget --------------------------------------------------------------------------------------------------
-
-
-def test_token_budget_and_rows_longer_than_it(sources, one, tmp_path):
-    folder, fields, mixture = sources
-    with pytest.raises(UsageError, match="per_device_batch_tokens is 5, but the longest row has 11 tokens"):
-        kit.open_data(model_config=folder / "exact.yaml", mixture=json.dumps(mixture), per_device_batch_tokens=5)
-    run = kit.run_training(2, tmp_path / "run", *fields, *mixed(mixture), "--per_device_batch_tokens", "23")
-    assert kit.distance(one.weights, run.weights) <= 1e-10
-    assert kit.ledger_text(run.folder) == kit.ledger_text(one.folder)

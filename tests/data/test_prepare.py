@@ -5,12 +5,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +36,11 @@ def rows(tmp_path_factory):
     return kit.write_jsonl(tmp_path_factory.mktemp("rows") / "texts.jsonl", rows)
 
 
-KINDS = {"rows": {}, "packed": {"packing": True, "max_length": 100}}
-
-
 @pytest.fixture
-def fields_of(tools, rows):
-    """Return a function that returns the fields of one of `KINDS`."""
-
+def fields(tools, rows):
+    """The fields of packed rows."""
     given = {"model_config": tools / "gpt2.yaml", "tokenizer_name": tools / "tokenizer", "train_file": rows}
-    return lambda kind: given | KINDS[kind]
+    return given | {"packing": True, "max_length": 100}
 
 
 @pytest.fixture
@@ -52,9 +49,8 @@ def small(monkeypatch):
     monkeypatch.setattr(prepare, "BLOCK", 1500)
 
 
-def opened(fields: dict, cache: Path) -> int:
-    _, splits = kit.open_data(**fields, cache_dir=cache)
-    return len(splits["train"])
+def opened(fields: dict, cache: Path) -> None:
+    kit.open_data(**fields, cache_dir=cache)
 
 
 def digest(cache: Path) -> dict[str, str]:
@@ -66,9 +62,8 @@ def digest(cache: Path) -> dict[str, str]:
 # ---- the same bytes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_do_not_depend_on_processes(fields_of, tmp_path, small, kind):
-    fields, caches = fields_of(kind), []
+def test_bytes_do_not_depend_on_processes(fields, tmp_path, small):
+    caches = []
     for world, processes in ((1, 1), (2, 1), (1, 3)):  # processes per rank
         caches.append(tmp_path / f"{world}{processes}")
         fields["preprocessing_num_workers"] = processes
@@ -79,13 +74,13 @@ def test_bytes_do_not_depend_on_processes(fields_of, tmp_path, small, kind):
     assert [digest(cache) == one for cache in caches] == [True] * 3
 
 
-def test_mutant_with_blocks_by_process(fields_of, tmp_path, small, monkeypatch):
+def test_mutant_with_blocks_by_process(fields, tmp_path, small, monkeypatch):
     caches = []
     for processes in (1, 2):
         blocks = lambda rows, size, n=9 * processes: [range(a, min(a + n, rows)) for a in range(0, rows, n)]  # noqa: E731
         monkeypatch.setattr(prepare, "block_ranges", blocks)
         caches.append(tmp_path / f"{processes}")
-        opened(fields_of("packed"), caches[-1])
+        opened(fields, caches[-1])
     assert digest(caches[0]) != digest(caches[1])
 
 
@@ -109,9 +104,8 @@ def killed(fields: dict, cache: Path, out: Path) -> None:
     assert failed.value.codes == [-signal.SIGKILL]
 
 
-def test_killed_preparation_leaves_nothing_that_counts(fields_of, tmp_path, small):
+def test_killed_preparation_leaves_nothing_that_counts(fields, tmp_path, small):
     """The next start prepares all; children of a killed process end, or they would hold its lock."""
-    fields = fields_of("packed")
     opened(fields, tmp_path / "straight")
     killed(fields, tmp_path / "cache", tmp_path / "out")
     assert digest(tmp_path / "cache") == {}
@@ -120,7 +114,7 @@ def test_killed_preparation_leaves_nothing_that_counts(fields_of, tmp_path, smal
     assert [path.name for path in (tmp_path / "cache" / "prepared").iterdir() if path.name.startswith(".")] == []
 
 
-def test_mutant_that_writes_in_place(fields_of, tmp_path, small, monkeypatch):
+def test_mutant_that_writes_in_place(fields, tmp_path, small, monkeypatch):
     """Such a cache seems complete before it is."""
 
     def in_place(folder, write):
@@ -129,45 +123,31 @@ def test_mutant_that_writes_in_place(fields_of, tmp_path, small, monkeypatch):
         write(final)
 
     monkeypatch.setattr(prepare.atomic_folder, "publish", in_place)
-    killed(fields_of("rows"), tmp_path / "cache", tmp_path / "out")
+    killed(fields, tmp_path / "cache", tmp_path / "out")
     with pytest.raises(UsageError, match="is damaged"):
-        opened(fields_of("rows"), tmp_path / "cache")
+        opened(fields, tmp_path / "cache")
 
 
-def test_error_in_a_process_ends_the_preparation(fields_of, tmp_path, small):
+def test_error_in_a_process_ends_the_preparation(fields, tmp_path, small):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "def f return self"}] * 300 + [{"text": None}])
-    fields = fields_of("rows") | {"train_file": file, "preprocessing_num_workers": 3}
-    with pytest.raises(UsageError, match=r"rows.jsonl, line 301: train data: `text` holds nothing"):
+    fields = fields | {"train_file": file, "preprocessing_num_workers": 3}
+    with pytest.raises(UsageError, match=r"^\S+rows.jsonl, line 301: train data: `text` holds nothing"):
         opened(fields, tmp_path / "cache")
     assert digest(tmp_path / "cache") == {}
 
 
-HALF_SENT = """
-import os, signal
-from multiprocessing.connection import Connection
-from src.data.prepare import in_processes
+def test_process_killed_while_it_sends_rows_ends_the_preparation(tmp_path):
+    def half(item):
+        def send(self, message, *_):
+            os.write(self.fileno(), bytes(message)[:2])
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def half(item):
-    def send(self, message, *_):
-        os.write(self.fileno(), bytes(message)[:2])
-        os.kill(os.getpid(), signal.SIGKILL)
+        if item == 3:
+            Connection._send = send
+        return bytes(1 << 20)
 
-    if item == 3:
-        Connection._send = send
-    return bytes(1 << 20)
-
-try:
-    list(in_processes(2, half, list(range(20))))
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def test_process_killed_while_it_sends_rows_ends_the_preparation():
-    ended = subprocess.run(
-        [sys.executable, "-c", HALF_SENT], cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=60
-    )
-    assert "DataLoader worker (pid" in ended.stdout, ended.stderr
+    with pytest.raises(kit.RankFailed, match=r"DataLoader worker \(pid"):
+        kit.spawn(1, lambda: list(prepare.in_processes(2, half, list(range(20)))), out=tmp_path / "out", timeout=60)
 
 
 def test_data_is_prepared_before_the_process_group_exists(tmp_path, monkeypatch):
@@ -196,42 +176,37 @@ LONG = [*GOOD, {"text": "def f return self " * 40}, {"text": "return " * 90}]
 def documents(split) -> list[list[int]]:
     """Return the token ids of every document of prepared rows, in their order."""
     documents = []
-    for row in split.rows(np.arange(len(split))):
+    for row in kit.all_rows(split):
         ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
         documents += [part.tolist() for part in np.split(row["input_ids"], ends[:-1])]
     return documents
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_long_rows_are_cut_and_counted_or_packed_without_loss(open_data, tmp_path, packing):
+def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(open_data, tmp_path, packing):
+    new = [{"text": f"return x{i} self"} for i in range(4)]
     file = kit.write_jsonl(tmp_path / "rows.jsonl", LONG)
-    task, splits = open_data(train_file=file, max_length=64, packing=packing)
+    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
+    task, splits = open_data(train_file=file, validation_file=other, max_length=64, packing=packing)
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
     stats, cut = splits["train"].stats, [len(ids) - 64 for ids in whole if len(ids) > 64]
+    *notes, repeated = data_notes(splits)
+    assert repeated == "validation data: 3 of 8 examples checked are also in the training data"
     if packing:
         parts = [ids[i : i + 64] for ids in whole for i in range(0, len(ids), 64)]
         assert sorted(documents(splits["train"])) == sorted(part for part in parts if len(part) > 1)
-        assert (stats["rows_cut"], stats["tokens_cut"], data_notes(splits)) == (0, 0, [])
+        assert (stats["rows_cut"], stats["tokens_cut"], notes) == (0, 0, [])
         return
     assert documents(splits["train"]) == [ids[:64] for ids in whole]
     assert (stats["rows_cut"], stats["tokens_cut"]) == (2, sum(cut))
-    assert "train data: 2 rows were longer than max_length" in data_notes(splits)[0]
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_validation_rows_in_training_data_are_counted(open_data, tmp_path, packing):
-    new = [{"text": f"return x{i} self"} for i in range(4)]
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
-    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
-    _, splits = open_data(train_file=file, validation_file=other, packing=packing)
-    assert data_notes(splits) == ["validation data: 3 of 8 examples checked are also in the training data"]
+    assert "train data: 2 rows were longer than max_length" in notes[0]
 
 
 # ---- the cache folder -------------------------------------------------------------------------------------------------
 
 
-def test_full_disk_names_the_cache(fields_of, tmp_path, monkeypatch):
-    fields = fields_of("rows") | {"output_dir": "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}
+def test_full_disk_names_the_cache(fields, tmp_path, monkeypatch):
+    fields = fields | {"output_dir": "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}
     original = validation.check
 
     def check(*args):
@@ -245,13 +220,13 @@ def test_full_disk_names_the_cache(fields_of, tmp_path, monkeypatch):
     assert str(tmp_path / "cache") in texts[0].rstrip().splitlines()[-1]
 
 
-def _open_on_two_hosts(fields: dict, cache: Path) -> int:
+def _open_on_two_hosts(fields: dict, cache: Path) -> None:
     socket.gethostname = lambda: f"node{os.environ['RANK']}.cluster"
-    return opened(fields | {"cache_per_node": True}, cache)
+    opened(fields | {"cache_per_node": True}, cache)
 
 
-def test_cache_per_node_prepares_the_same_bytes_on_each_node(fields_of, tmp_path):
-    assert kit.spawn(2, _open_on_two_hosts, fields_of("rows"), tmp_path, out=tmp_path / "out") == [300, 300]
+def test_cache_per_node_prepares_the_same_bytes_on_each_node(fields, tmp_path):
+    kit.spawn(2, _open_on_two_hosts, fields, tmp_path, out=tmp_path / "out")
     one, other = (digest(tmp_path / f"node_node{i}.cluster") for i in (0, 1))
     assert one == other != {}
 
@@ -259,14 +234,14 @@ def test_cache_per_node_prepares_the_same_bytes_on_each_node(fields_of, tmp_path
 # ---- make data -----------------------------------------------------------------------------------------------------------
 
 
-def test_make_data_prepares_what_training_opens(fields_of, rows, tmp_path):
-    fields = fields_of("rows") | {"validation_file": rows, "cache_dir": tmp_path / "cache"}
+def test_make_data_prepares_what_training_opens(fields, rows, tmp_path):
+    fields = fields | {"validation_file": rows, "cache_dir": tmp_path / "cache"}
     run = {name: str(value) for name, value in fields.items()} | {"max_steps": 1}
     file = kit.write_yaml(tmp_path / "run.yaml", run)
     command = ["make", "-s", "-o", ".venv/done", "data", f"CONFIG={file}"]
     done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(f"{split}: 300 rows, " in done.stdout for split in ("train", "validation"))
+    assert all(re.search(rf"{split}: \d+ rows packed from 300, ", done.stdout) for split in ("train", "validation"))
     codes, [text] = kit.run_command("train.py", "--config", file, "--output_dir", tmp_path / "run", folder=tmp_path)
     assert codes == [0], text
     assert "preparing" not in text

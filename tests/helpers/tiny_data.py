@@ -95,6 +95,10 @@ def open_data(**fields):
     return task, dataset.prepare_datasets(run, task)
 
 
+def all_rows(split) -> list[dict]:
+    return split.rows(np.arange(len(split)))
+
+
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -48,10 +48,6 @@ def open_data(folder, **fields):
     return kit.open_data(**recipe(folder, **fields))
 
 
-def everything(split):
-    return split.rows(np.arange(len(split)))
-
-
 def raw_rows(folder, file="train.jsonl"):
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
@@ -66,7 +62,7 @@ def test_pairs_equal_those_of_tokenizer_and_model(folder):
     pair = [row["text"] for row in rows], [row["other"] for row in rows]
     expected = task.tokenizer(*pair, padding=True, return_tensors="pt")
     assert expected["token_type_ids"].any()
-    batch = task.collate(everything(splits["train"]), True)
+    batch = task.collate(kit.all_rows(splits["train"]), True)
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
     assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
     assert (batch.weight, batch.tokens) == (160, expected["attention_mask"].sum())
@@ -98,7 +94,7 @@ def test_labels_may_be_names_numbers_or_bools(folder, values, names):
     task, splits = open_data(folder, train_file=file, validation_file=file)
     assert task.labels == names
     for split in splits.values():
-        assert [names[row["label"]] for row in everything(split)] == [str(value) for value in values]
+        assert [names[row["label"]] for row in kit.all_rows(split)] == [str(value) for value in values]
 
 
 def test_class_labels_keep_the_order_of_their_names(folder):
@@ -109,7 +105,7 @@ def test_class_labels_keep_the_order_of_their_names(folder):
     fields = recipe(folder, dataset_name=folder / "disk")
     task, splits = kit.open_data(**{k: v for k, v in fields.items() if not k.endswith("_file")})
     assert task.labels == names
-    assert [row["label"] for row in everything(splits["validation"])] == [1, 0, 1]
+    assert [row["label"] for row in kit.all_rows(splits["validation"])] == [1, 0, 1]
 
 
 def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):

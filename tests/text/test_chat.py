@@ -64,53 +64,15 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 GPT = {"role": "gpt", "content": "yes"}
 
-
-@pytest.mark.parametrize(
-    "messages, words",
-    [
-        ([CHAT[0], CALL], "tool_calls of turn 1"),
-        ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
-        ([CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "does not write the function_call of turn 1"),
-        ([CHAT[0], CHAT[1] | {"weight": 0}], "turn 1 has the weight 0"),
-        ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
-        ([CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
-        ([PARTS, *CHAT[1:]], "content of turn 0"),
-    ],
-)
-def test_unusable_chats_are_refused(tokenizer, messages, words):
-    with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
-        render(tokenizer, kit.CHATML, messages, "row 3")
-
-
-NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}"
-NO_SYSTEM += "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endif %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "messages, words",
-    [
-        ([{"role": "system", "content": "be brief"}, *CHAT], "does not write the content of turn 0"),
-        ([CHAT[0], CALL], "quotes the arguments of turn 1 again"),
-    ],
-)
-def test_what_a_template_drops_or_quotes_again_is_refused(tokenizer, messages, words):
-    with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
-        render(tokenizer, NO_SYSTEM, messages, "row 3")
-
-
-def test_missing_values_of_a_turn_are_not_written(tokenizer):
-    """Arrow gives all calls the same arguments, which are null where a call has none of that name."""
-    calls = [{"function": {"name": "f", "arguments": {"city": "Paris", "limit": None}}}]
-    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": calls}]
-    text, _ = render(tokenizer, NO_SYSTEM, chat, "row 3")
-    assert '{"city": "Paris"}' in text
-
-
+NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
+MARKS = kit.CHATML.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
+UPPER = LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
+LAST = LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 TOOL_CHAT = (
     LOOP + "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
 )
 TOOL_CHAT += (
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments ARGUMENTS }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
 )
 TOOL_CHAT += "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
@@ -120,17 +82,40 @@ def called(arguments) -> list[dict]:
     return [{"role": "user", "content": 'loads("{}")'}, call, {"role": "tool", "content": "5"}, CHAT[1]]
 
 
+@pytest.mark.parametrize(
+    "template, messages, words",
+    [
+        (kit.CHATML, [CHAT[0], CALL], "`messages`.*tool_calls of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "not write the reasoning_content of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "not write the function_call of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"weight": 0}], "turn 1 has the weight 0"),
+        (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
+        (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
+        (kit.CHATML, [PARTS, *CHAT[1:]], "content of turn 0"),
+        (NO_SYSTEM, [{"role": "system", "content": "be brief"}, *CHAT], "does not write the content of turn 0"),
+        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
+        (UPPER, CHAT[1:2], "`messages`.*generation %}"),
+        (LAST, CHAT, "earlier turns.*--chat_template"),
+    ],
+)
+def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=f"row 3: .*{words}"):
+        encode_chat(tokenizer, messages, "row 3", None)
+
+
+def test_missing_values_of_a_turn_are_not_written(tokenizer):
+    """Arrow gives all calls the same arguments, which are null where a call has none of that name."""
+    text, _ = render(tokenizer, TOOL_CHAT, called({"city": "Paris", "limit": None}), "row 3")
+    assert '{"city": "Paris"}' in text
+
+
 @pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', "{}"])
 def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokenizer, arguments):
     """As gpt-oss does, and Mistral: what they refuse to render without a part is no reason to refuse the chat. The quoted
     text of the user is not the arguments."""
-    template = TOOL_CHAT.replace("ARGUMENTS", "| tojson" if isinstance(arguments, dict) else "")
+    template = TOOL_CHAT if isinstance(arguments, dict) else TOOL_CHAT.replace("| tojson", "")
     assert len(render(tokenizer, template, called(arguments), "row 3")[1]) == 2
-
-
-def test_arguments_of_any_alphabet_are_not_quoted_again(tokenizer):
-    with pytest.raises(UsageError, match="quotes the arguments of turn 1 again"):
-        render(tokenizer, TOOL_CHAT.replace("ARGUMENTS", "| tojson"), called('{"city": "Zürich"}'), "row 3")
 
 
 def test_tokenizer_with_several_templates(tokenizer):
@@ -140,29 +125,6 @@ def test_tokenizer_with_several_templates(tokenizer):
     tokenizer.chat_template = {"default": kit.CHATML, "tool_use": with_tools}
     plain, more = (encode_chat(tokenizer, CHAT, "row 3", given)[0] for given in (None, tools))
     assert len(plain) < len(more)
-
-
-@pytest.mark.parametrize("dash", ["", "-"])
-def test_marked_templates_train_what_is_marked(tokenizer, dash):
-    body = "{{ m.role }}: {%- generation -%}{{ m.content }}{%- endgeneration -%}".replace("-", dash)
-    tokenizer.chat_template = LOOP + "{% if m.role == 'assistant' %}" + body + "{% endif %}<|endoftext|>{% endfor %}"
-    ids, labels, _ = encode_chat(tokenizer, CHAT, "row 3", None)
-    assert tokenizer.decode([label for label in labels if label != -100]).replace(" ", "") == "hellohello"
-    assert len(ids) > sum(label != -100 for label in labels)
-    with pytest.raises(UsageError, match=r"row 3: .*turn 1 has the role .gpt."):
-        encode_chat(tokenizer, [CHAT[0], GPT], "row 3", None)
-
-
-@pytest.mark.parametrize(
-    "template, chat, words",
-    [
-        (LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}", CHAT[1:2], "`messages`.*generation %}"),
-        (LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", CHAT, "earlier turns.*--chat_template"),
-    ],
-)
-def test_templates_that_hide_the_turns_are_refused(tokenizer, template, chat, words):
-    with pytest.raises(UsageError, match=f"row 3: .*{words}"):
-        render(tokenizer, template, chat, "row 3")
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
@@ -180,26 +142,21 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
-def test_turns_without_an_end_are_warned_about(tokenizer, capsys):
-    """`<|im_end|>` is plain text for this tokenizer, so a trained model would not stop after its answer."""
-    for template, count in ((TEMPLATES["chatml"][0], 1), (kit.CHATML, 0)):
-        warn_once.cache_clear()
-        tokenizer.chat_template = template
-        encode_chat(tokenizer, CHAT, "row 3", None)
-        assert capsys.readouterr().err.count("generation will not stop") == count
-
-
-def test_template_that_writes_the_date_is_warned_about(tokenizer, capsys):
-    """Rows that are prepared tomorrow would differ, and the run would not resume with them."""
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        # `<|im_end|>` is plain text for this tokenizer, so a trained model would not stop after its answer.
+        (TEMPLATES["chatml"][0], "generation will not stop"),
+        # Rows that are prepared tomorrow would differ, and the run would not resume with them.
+        ("{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML, "the chat template writes the date"),
+        (kit.CHATML.replace("m['content']", "m['content'][1:]"), "the chat template changes or drops text"),
+        (kit.CHATML, ""),
+    ],
+)
+def test_warnings(tokenizer, capsys, template, words):
     warn_once.cache_clear()
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML
+    tokenizer.chat_template = template
     encode_chat(tokenizer, CHAT, "row 3", None)
-    assert "the chat template writes the date" in capsys.readouterr().err
-
-
-def test_dropped_words_are_warned_about(tokenizer, capsys):
-    warn_once.cache_clear()
-    template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
-    assert "warning: the chat template changes or drops text" in capsys.readouterr().err
+    warnings = capsys.readouterr().err
+    assert warnings.count("warning: ") == bool(words)
+    assert words in warnings

@@ -1,20 +1,8 @@
-"""UTF-8 bytes of tokens, documents packed into rows: each one once, and rows nearly full."""
+"""UTF-8 bytes of tokens, documents packed into rows that are nearly full; each one once: tests/tasks/test_causal_lm.py."""
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from src.text.tokenize_and_pack import pack, packed_positions, token_bytes
-from tests.helpers import kit
-
-TEXTS = ["def f(x): return x", "für Ölmühlen", "漢字かな", "a🙂b👩‍👩‍👧c", ""]
-
-
-def test_bytes_of_tokens_add_up_to_the_text(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path, TEXTS[:2] * 3))
-    for text in TEXTS:
-        encoded = tokenizer(text, return_offsets_mapping=True)
-        sizes = token_bytes(text, encoded["offset_mapping"]).tolist()
-        assert (len(sizes), sum(sizes)) == (len(encoded["input_ids"]), len(text.encode()))
 
 
 def test_bytes_of_gaps_and_special_tokens():
@@ -23,44 +11,12 @@ def test_bytes_of_gaps_and_special_tokens():
     assert token_bytes("ab é", [(0, 0), (0, 2), (3, 4), (3, 4), (0, 0)]).tolist() == [0, 2, 3, 0, 0]
 
 
-def documents(count, longest):
-    """Return ragged documents, each of its own token id, as the columns that `pack` gets."""
-    generator = np.random.default_rng(0)
-    lengths = 1 + (longest * generator.random(count) ** 2).astype(int)
-    batch = {
-        "input_ids": [[d] * int(n) for d, n in enumerate(lengths)],
-        "length": lengths.tolist(),
-        "targets": [max(0, int(n) - 1) for n in lengths],
-        "bytes": [3 * int(n) for n in lengths],
-        "cut": [0] * count,
-    }
-    batch["labels"] = [[-100 if i % 2 else d for i in range(n)] for d, n in enumerate(batch["length"])]
-    return batch
-
-
-def test_every_document_is_complete_in_exactly_one_row():
-    batch = documents(2000, 256)
-    packed = pack(256, batch)
-    with_targets = [d for d, n in enumerate(batch["length"]) if n > 1]  # one token predicts nothing
-    seen = []
-    for i, row in enumerate(packed["input_ids"]):
-        sizes = packed["documents"][i]
-        assert sum(sizes) == len(row) == packed["length"][i] <= 256
-        assert packed["targets"][i] == len(row) - len(sizes)
-        ends = np.cumsum(sizes)
-        for start, end in zip(ends - sizes, ends, strict=True):
-            seen.append(row[start])
-            assert row[start:end] == batch["input_ids"][row[start]]
-            assert packed["labels"][i][start:end] == batch["labels"][row[start]]
-    assert sorted(seen) == with_targets
-    assert sum(packed["bytes"]) == sum(batch["bytes"][d] for d in with_targets)
-
-
 def test_best_fit_by_hand():
     # Longest first: 6 | 5 | 4 joins 6 (nothing left) | 3 joins 5 (2 left, the tightest) | 2 joins 5+3.
-    batch = documents(5, 1) | {"input_ids": [[n] * n for n in (2, 3, 4, 5, 6)], "length": [2, 3, 4, 5, 6]}
-    assert pack(10, batch)["documents"] == [[6, 4], [5, 3, 2]]
-    assert pack(8, documents(5, 1))["input_ids"] == []  # only documents of one token
+    lengths = [2, 3, 4, 5, 6]
+    counts = dict.fromkeys(("length", "targets", "bytes", "cut"), lengths)
+    assert pack(10, counts | {"input_ids": [[n] * n for n in lengths]})["documents"] == [[6, 4], [5, 3, 2]]
+    assert pack(8, counts | {"input_ids": [[7]] * 5, "length": [1] * 5})["input_ids"] == []  # they predict nothing
 
 
 def test_padding_does_not_continue_a_document():
