@@ -83,6 +83,13 @@ def test_numbers_do_not_depend_on_processes_or_a_token_budget(sources, one, tmp_
     assert "(data.rows: " in text
 
 
+def test_lengths_are_those_of_the_rows(sources):
+    folder, _, mixture = sources
+    train_set = kit.open_data(model_config=folder / "exact.yaml", mixture=json.dumps(mixture))[1]["train"]
+    ids = np.arange(91)[::-1]
+    assert train_set.lengths[ids].tolist() == [len(row["input_ids"]) for row in train_set.rows(ids)]
+
+
 def test_loss_of_each_source_equals_its_data_alone(sources, one, tmp_path):
     folder, fields, _ = sources
     line = one.kind("eval")[-1]
