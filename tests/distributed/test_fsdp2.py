@@ -1,32 +1,20 @@
 """FSDP2 and HSDP over gloo, by accelerate's own code: the numbers of one process, what travels, memory and precision."""
 
-import faulthandler
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
 from src.tasks import causal_lm
 from src.training import evaluation, model_with_loss
 from tests.helpers import kit
-from tests.helpers.backend_runs import (
-    STEPS,
-    at_step,
-    check_same_checkpoint,
-    check_same_numbers,
-    check_same_run,
-    command,
-    where,
-)
+from tests.helpers.backend_runs import STEPS, at_step, check_same_checkpoint, check_same_numbers, check_same_run, where
 from tests.helpers.backend_runs import fsdp2_recipe as recipe
 
 pytestmark = pytest.mark.cluster
@@ -34,6 +22,12 @@ pytestmark = pytest.mark.cluster
 
 def short(files, model: str = "llama.yaml", **fields) -> list[str]:
     return recipe(files, model, **{"max_steps": 4, "eval_steps": 4, "save_steps": 99, "warmup_steps": 0} | fields)
+
+
+def command(flags: list[str], folder, name: str = "fsdp2", world: int = 2, **keys) -> tuple[list, list[str]]:
+    """Return (exit codes, what the ranks printed) of a run in `folder`/run by accelerate_configs/NAME.yaml."""
+    argv = [*flags, "--output_dir", "run"]
+    return kit.run_command("train.py", *argv, folder=folder, world=world, env=where(name, world, **keys))
 
 
 # ---- the numbers -------------------------------------------------------------------------------------------------------
@@ -87,7 +81,7 @@ def test_a_model_that_only_the_main_process_builds(files, tmp_path, monkeypatch)
 def test_weights_that_accelerate_would_untie_are_refused(files, tmp_path, monkeypatch):
     """Without the method that ties them again, a run trains and ends somewhere else."""
     monkeypatch.setattr(model_with_loss.ModelWithLoss, "tie_weights", lambda self: None)
-    codes, outputs = command(short(files, "gpt2.yaml"), tmp_path / "here")
+    codes, outputs = command(short(files, "gpt2.yaml"), tmp_path)
     assert codes == [1, 1], outputs
     assert "untied" in outputs[0]
 
@@ -97,8 +91,6 @@ def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch
     """Two ranks have one and two micro-batches in a step, one and none in an evaluation. The mutants have no dummies."""
 
     def unpadded(backend, micro_batches, rounds):
-        faulthandler.disable()  # gloo may crash where collectives do not match, which would be a page of text
-        torch._C._set_print_stack_traces_on_fatal_signal(False)
         return micro_batches[backend.data_rank :: backend.data_world_size]
 
     if mutant == "training":
@@ -106,7 +98,7 @@ def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch
     if mutant == "evaluation":
         monkeypatch.setattr(evaluation, "share_of_rank", unpadded)
     fields = {"global_batch_size": 12, "max_eval_examples": 8, "max_steps": 2, "eval_steps": 5, "warmup_steps": 1}
-    codes, outputs = command(short(files, **fields, ddp_timeout=10 if mutant else 120), tmp_path / "here")
+    codes, outputs = command(short(files, **fields, ddp_timeout=10 if mutant else 120), tmp_path)
     assert (codes == [0, 0]) == (not mutant), outputs
     assert not mutant or 0 not in codes
 
@@ -214,23 +206,15 @@ def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_fsdp1_is_refused():
-    plugin = SimpleNamespace(fsdp_version=1, cpu_ram_efficient_loading=True)
-    group = {"parallelism_config": None, "process_index": 0, "num_processes": 2, "mixed_precision": "bf16"}
-    with pytest.raises(UsageError, match="fsdp_version is 1"):
-        FSDP2(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **group), RunConfig())
-
-
 @pytest.mark.parametrize(
-    "name, world, keys, fields, text",
+    "name, keys, fields, text",
     [
-        ("fsdp2", 2, {"mixed_precision": "bf16"}, {"dtype": "bfloat16"}, "dtype is bfloat16"),
-        ("hsdp", 2, {}, {}, "dp_shard_size"),
-        ("hsdp", 3, {}, {}, "dp_replicate_size"),
+        ("fsdp2", {"fsdp_version": 1}, {}, "fsdp_version is 1"),
+        ("fsdp2", {"mixed_precision": "bf16"}, {"dtype": "bfloat16"}, "dtype is bfloat16"),
+        ("hsdp", {}, {}, "dp_shard_size"),  # two copies of the model leave nothing to shard
     ],
 )
-def test_what_fsdp2_cannot_do_is_refused(files, tmp_path, name, world, keys, fields, text):
-    flags, env = [*short(files, **fields), "--output_dir", "run"], where(name, world, **keys)
-    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path, world=world, env=env)
-    assert codes == [2] * world, outputs
+def test_what_fsdp2_cannot_do_is_refused(files, tmp_path, name, keys, fields, text):
+    codes, outputs = command(short(files, **fields), tmp_path, name, **keys)
+    assert codes == [2, 2], outputs
     assert text in outputs[0].rstrip().splitlines()[-1]

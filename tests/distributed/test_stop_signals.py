@@ -21,10 +21,8 @@ from src.distributed import stop_signals
 from src.distributed.init_accelerator import init_accelerator
 from src.runtime import run_status
 from src.storage import verify_hashes
-from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
-from tests.helpers.ranks import free_port
 from tests.helpers.stopping import begin, check_resumes, check_saved, check_stopped, recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -37,25 +35,9 @@ def straight(tiny, tmp_path_factory) -> kit.Run:
     return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
 
 
-@pytest.fixture(autouse=True)
-def noted_signals(monkeypatch) -> None:
-    """Let a rank append a byte to the file handled_RANK after each signal that it has handled."""
-    handle = stop_signals.StopSignals._handle
-
-    def handle_and_note(self, number):
-        handle(self, number)
-        with open(f"handled_{self.rank}", "ab") as file:
-            file.write(b"x")
-
-    monkeypatch.setattr(stop_signals.StopSignals, "_handle", handle_and_note)
-
-
-def until_handled(folder: Path, chosen: tuple[int, ...] = (0, 1), count: int = 1) -> None:
-    """Wait until each of these ranks has handled so many signals."""
-    files = [folder / f"handled_{rank}" for rank in chosen]
-    kit.until(lambda: all(file.exists() and file.stat().st_size >= count for file in files))
-    for file in files:
-        file.unlink()
+def until_logged(folder: Path, rank: int) -> None:
+    """Wait until this rank has logged that it will stop."""
+    kit.until(lambda: "saving after this step" in (folder / "logs" / f"rank_{rank}.log").read_text())
 
 
 # ---- signals at random moments -----------------------------------------------------------------------------------------
@@ -111,7 +93,7 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
 
     def seed_everything(value):
         if kit.last_step(Path("run")) == 20:  # rank 0 has written the line of this step
-            Path(f"evaluating_{os.environ['RANK']}").touch()
+            Path("evaluating").touch()
             kit.until(Path("go").exists)
         original(value)
 
@@ -120,9 +102,9 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "seed_everything", seed_everything)
         ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
-    kit.until(lambda: {"evaluating_0", "evaluating_1"} <= set(os.listdir(tmp_path)))
+    kit.until((tmp_path / "evaluating").exists)
     ranks.signal(signal.SIGTERM, 1)
-    until_handled(tmp_path, (1,))
+    until_logged(folder, 1)
     (tmp_path / "go").touch()
     assert check_stopped(ranks, folder) == 20
     assert [line["step"] for line in kit.timeless(folder) if line["kind"] == "eval"] == [10]
@@ -149,7 +131,8 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
     ranks = begin(tmp_path, recipe(tiny))
     kit.until((tmp_path / "blocked").exists)
     ranks.signal(signal.SIGTERM)
-    until_handled(tmp_path)
+    for rank in (0, 1):
+        until_logged(tmp_path / "run", rank)
     assert all(process.is_alive() for process in ranks.processes)
     ranks.signal(signal.SIGTERM, 0)
     kit.until(lambda: ranks.processes[0].exitcode is not None)
@@ -161,15 +144,12 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
 def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
     """Return the requests of a rank that trains, without signal handlers and thread."""
     signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(
-        folder=folder, rank=0, is_main=False, is_training=True, reason=None, first_signal=None, **values
-    )
+    vars(signals).update(folder=folder, is_main=False, is_training=True, reason=None, first_signal=None, **values)
     return signals
 
 
 def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     """A launcher passes on a signal that the whole process group has received."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 600.0)
     signals = bare_signals(tmp_path)
     for _ in range(2):
@@ -177,24 +157,17 @@ def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     assert signals.reason == "SIGTERM"
 
 
-@pytest.mark.parametrize(
-    "holder, name", [(causal_lm.Task, "encode"), (stop_signals.StopSignals, "begin")], ids=["data", "run folder"]
-)
+@pytest.mark.parametrize("holder, name", [(train.dataset, "prepare_datasets"), (stop_signals.StopSignals, "begin")])
 def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
-    receive = stop_signals.exit_on_signal
-
-    def receive_and_note():
-        receive()
-        Path(f"receives_{os.environ['RANK']}").touch()
+    """While data is prepared, and when the run folder exists."""
 
     def slow(*args, **kwargs):
-        Path("reached").touch()
+        Path(f"reached_{os.environ['RANK']}").touch()
         time.sleep(600)
 
-    monkeypatch.setattr(stop_signals, "exit_on_signal", receive_and_note)
     monkeypatch.setattr(holder, name, slow)
-    ranks = kit.Ranks("train.py", *recipe(tiny, cache_dir=tmp_path / "cache"), folder=tmp_path, world=2)
-    kit.until(lambda: {"receives_0", "receives_1", "reached"} <= set(os.listdir(tmp_path)))
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, world=2)
+    kit.until(lambda: {"reached_0", "reached_1"} <= set(os.listdir(tmp_path)))
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.text()
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -204,25 +177,13 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
 
 def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
     """Rank 0 waits in C++ code, in which no handler of Python runs, for a rank that has not been started."""
-    address = ("127.0.0.1", free_port())
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU")
-    env = os.environ | dict(zip(names, map(str, (0, 0, 2, 2, *address, "true")), strict=True))
-    command = [sys.executable, kit.REPOSITORY / "train.py", *recipe(tiny), "--output_dir", tmp_path / "run"]
-    alone = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        kit.until(lambda: alone.poll() is not None or socket.socket().connect_ex(address) == 0)
-        alone.terminate()
-        assert alone.wait(60) == 75
-        assert "Stopped by SIGTERM before training began" in alone.stderr.read()
-    finally:
-        alone.kill()
-
-
-def test_run_that_never_resumes_is_told_how_to(tiny, tmp_path):
-    ranks = begin(tmp_path, [*recipe(tiny), "--resume", "never"], world=1)
-    (tmp_path / "run" / "stop").touch()
-    check_stopped(ranks, tmp_path / "run")
-    assert "run the same command without resume: never to resume" in ranks.text()
+    address = ("127.0.0.1", kit.free_port())
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(address[1])}
+    alone = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, env=env)
+    kit.until(lambda: not alone.processes[0].is_alive() or socket.socket().connect_ex(address) == 0)
+    alone.signal(signal.SIGTERM)
+    assert alone.wait(60) == [75], alone.text()
+    assert "Stopped by SIGTERM before training began" in alone.text()
 
 
 def test_files_save_and_stop(tiny, straight, tmp_path):
@@ -239,11 +200,14 @@ def test_files_save_and_stop(tiny, straight, tmp_path):
     check_resumes(tmp_path, flags, straight)
 
 
-def test_time_limit(tiny, tmp_path, monkeypatch):
+def test_time_limit_of_a_run_that_never_resumes(tiny, tmp_path, monkeypatch):
+    """Its last line does not promise that the same command resumes."""
     monkeypatch.setattr(stop_signals, "PROCESS_START", time.monotonic())
-    ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=2 / 60), folder=tmp_path, world=2)
+    flags = recipe(tiny, max_steps=100_000, time_limit=2 / 60, resume="never")
+    ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
     check_stopped(ranks, tmp_path / "run")
     assert "the time limit" in run_status.read_status(tmp_path / "run")["reason"]
+    assert "run the same command without resume: never to resume" in ranks.text()
 
 
 def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
@@ -283,11 +247,6 @@ class Launch:
         return [process for process in children if str(self.folder) in process.cmdline()]
 
 
-def long_recipe(tiny, folder: Path, **fields) -> list[str]:
-    """A run that no signal misses."""
-    return recipe(tiny, **{"max_steps": 400, "save_steps": 20, "output_dir": folder} | fields)
-
-
 def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
     """Nobody would answer the rank, which would wait for the others in vain."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -300,7 +259,8 @@ def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
 def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     """A killed worker is restarted and resumes. A worker that stops with 75 is a failure for torchrun, which restarts
     it as well: the run sees that it was stopped, and ends. SIGTERM to the launcher saves. All of it is one run."""
-    flags, folder = long_recipe(tiny, tmp_path / "run"), tmp_path / "run"
+    folder = tmp_path / "run"
+    flags = recipe(tiny, max_steps=400, save_steps=20, output_dir=folder)
     undisturbed = kit.run_training(2, tmp_path / "straight", *flags)
     command = [kit.REPOSITORY / "train.py", *flags]
     launch = Launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command).until_step(30)
@@ -324,7 +284,7 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     """With one process, accelerate launch dies of SIGTERM and passes nothing on."""
     folder = tmp_path / "run"
     config = kit.REPOSITORY / "accelerate_configs" / "cpu.yaml"
-    command = [kit.REPOSITORY / "train.py", *long_recipe(tiny, folder, max_steps=100_000)]
+    command = [kit.REPOSITORY / "train.py", *recipe(tiny, max_steps=100_000, output_dir=folder)]
     launch = Launch(tmp_path, *ACCELERATE, config, *command).until_step(30)
     [worker] = launch.workers()
     launch.process.terminate()
