@@ -28,8 +28,6 @@ def killed(fsdp2_two, tmp_path):
 
 def test_every_rank_writes_a_file_and_transformers_reads_them(fsdp2_two):
     assert saved(fsdp2_two.folder) == [5, 10, 15, 20]
-    suffixes = {path.suffix for path in fsdp2_two.folder.rglob("*") if path.is_file()}
-    assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
     folder = at_step(fsdp2_two, 10)
     for part in ("model", "optimizer"):
         names = [f"{part}-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
