@@ -2,12 +2,15 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
@@ -206,10 +209,16 @@ def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def test_fsdp1_is_refused():
+    """By the class, for accelerate itself refuses FSDP1 on a CPU."""
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1, cpu_ram_efficient_loading=True))
+    with pytest.raises(UsageError, match="fsdp_version is 1"):
+        FSDP2(SimpleNamespace(state=state, process_index=0, num_processes=2, mixed_precision="no"), RunConfig())
+
+
 @pytest.mark.parametrize(
     "name, keys, fields, text",
     [
-        ("fsdp2", {"fsdp_version": 1}, {}, "fsdp_version is 1"),
         ("fsdp2", {"mixed_precision": "bf16"}, {"dtype": "bfloat16"}, "dtype is bfloat16"),
         ("hsdp", {}, {}, "dp_shard_size"),  # two copies of the model leave nothing to shard
     ],

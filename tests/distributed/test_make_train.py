@@ -78,20 +78,12 @@ def printed(target: str, *words) -> str:
     return subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(
-    "yaml, words, folder",
-    [
-        ("seed: 1", [], None),
-        ("output_dir: of_yaml", ["OUT=a b"], "'a b'"),
-        ("seed: 1", ["ARGS=--output_dir c"], "c"),  # the last flag wins
-    ],
-)
-def test_run_folder(tmp_path, yaml, words, folder):
-    path = tmp_path / "chat.yaml"
-    path.write_text(yaml)
-    folders = re.findall(r"--output[_-]dir[ =]('[^']*'|\S+)", printed("train", f"CONFIG={path}", *words))
-    assert (folders[-1] if folders else None) in (folder, f"'{folder}'")
-    assert f"train.py --config '{path}' --smoke true" in printed("smoke", f"CONFIG={path}")
+def test_run_folder(run_file):
+    """train.py chooses it, unless OUT or ARGS name it; the last flag wins."""
+    config = f"CONFIG={run_file}"
+    assert "--output_dir" not in printed("train", config)
+    assert "--output_dir 'a b' --output_dir c" in printed("train", config, "OUT=a b", "ARGS=--output_dir c")
+    assert f"train.py --config '{run_file}' --smoke true" in printed("smoke", config)
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------------

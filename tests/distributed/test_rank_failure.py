@@ -21,10 +21,19 @@ def recipe(tiny, **fields) -> list[str]:
     return stopping.recipe(tiny, **{"max_steps": 12, "eval_steps": 6, "save_steps": 4, "ddp_timeout": 600} | fields)
 
 
-def run_failing(tiny, folder: Path, patch, place: tuple, rank: int, error: BaseException) -> tuple[list, list[str]]:
-    """Train on two ranks, which no launcher ends; `rank` raises `error` at a place: (object, function, call)."""
-    holder, name, first = place
-    original, calls = getattr(holder, name), 0
+@pytest.mark.parametrize(
+    "place, rank, error, code, said",
+    [
+        ((evaluation, "seed_everything", 5), 0, ValueError("a cosmic ray"), 1, "ValueError: a cosmic ray"),
+        ((causal_lm.Task, "loss", 9), 1, torch.OutOfMemoryError("out of memory"), 1, "half the --per_device"),
+        ((train, "optimizer_step", 5), 0, UsageError("train_file: row 7 is bad"), 2, "train_file: row 7 is bad"),
+    ],
+)
+def test_error_on_one_rank_ends_both(tiny, tmp_path, monkeypatch, place, rank, error, code, said):
+    """Without a launcher. It is the last that the rank prints, and is in its log and in status.json; `place` is (object,
+    function, call)."""
+    (holder, name, first), calls = place, 0
+    original = getattr(holder, name)
 
     def failing_function(*args, **kwargs):
         nonlocal calls
@@ -33,41 +42,18 @@ def run_failing(tiny, folder: Path, patch, place: tuple, rank: int, error: BaseE
             raise error
         return original(*args, **kwargs)
 
-    patch.setattr(holder, name, failing_function)
-    return kit.run_command("train.py", *recipe(tiny), folder=folder, world=2)  # in half of ddp_timeout
-
-
-@pytest.mark.parametrize(
-    "place, rank, error, said",
-    [
-        ((evaluation, "seed_everything", 5), 0, ValueError("a cosmic ray"), "ValueError: a cosmic ray"),
-        ((causal_lm.Task, "loss", 9), 1, torch.OutOfMemoryError("out of memory"), "half the --per_device_batch_size"),
-    ],
-)
-def test_error_on_one_rank_ends_both(tiny, tmp_path, monkeypatch, place, rank, error, said):
-    """Its traceback is the last that the rank prints, and is in its log and in status.json."""
-    codes, texts = run_failing(tiny, tmp_path, monkeypatch, place, rank, error)
-    assert codes == [1, 1], texts
-    last = texts[rank][texts[rank].index(f"rank {rank} failed:\nTraceback") :].rstrip()
-    assert said in last.splitlines()[-1]
-    assert "in failing_function" in last
-    assert not re.search("[Cc]onnection|gloo|peer|warning", last)  # what the other rank saw
+    monkeypatch.setattr(holder, name, failing_function)
+    codes, texts = kit.run_command("train.py", *recipe(tiny), folder=tmp_path, world=2)  # in half of ddp_timeout
+    assert (codes[rank], codes[1 - rank]) == (code, 1), texts
     assert f"rank {1 - rank} failed" in texts[1 - rank]
-    log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
-    assert said in log[log.rindex("Traceback") :]
+    last = texts[rank][texts[rank].index("\nerror: " if code == 2 else f"\nrank {rank} failed:\nTraceback") :]
+    assert said in last.rstrip().splitlines()[-1]
+    assert ("in failing_function" in last) == (code == 1)
+    assert not re.search("[Cc]onnection|gloo|peer|warning", last)  # what the other rank saw
+    assert said in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
     status = run_status.read_status(tmp_path / "run")
-    assert (status["status"], status["exit_code"]) == ("failed", 1)
+    assert (status["status"], status["exit_code"]) == ("failed", code)
     assert said in status["reason"]
-
-
-def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch):
-    error = UsageError("train_file: row 7 is bad")
-    codes, texts = run_failing(tiny, tmp_path, monkeypatch, (train, "optimizer_step", 5), 0, error)
-    assert codes == [2, 1], texts
-    assert "error: train_file: row 7 is bad" in texts[0]
-    assert "failed:" not in texts[0]
-    status = run_status.read_status(tmp_path / "run")
-    assert (status["exit_code"], status["reason"]) == (2, "train_file: row 7 is bad")  # not the lost connection
 
 
 # ---- with a launcher ---------------------------------------------------------------------------------------------------

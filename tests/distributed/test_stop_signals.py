@@ -29,12 +29,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 
 
-@pytest.fixture(scope="module")
-def straight(tiny, tmp_path_factory) -> kit.Run:
-    """An undisturbed run on two processes."""
-    return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
-
-
 def until_logged(folder: Path, rank: int) -> None:
     """Wait until this rank has logged that it will stop."""
     kit.until(lambda: "saving after this step" in (folder / "logs" / f"rank_{rank}.log").read_text())
@@ -53,22 +47,19 @@ def test_sigterm_at_random_moments_loses_nothing(tiny, tmp_path):
         time.sleep(generator.uniform(0, 0.1))
         ranks.signal(signal.SIGTERM, *[(), (0,), (1,)][attempt % 3])
         steps.append(check_stopped(ranks, tmp_path / "run"))
+        assert "Stopped by SIGTERM at" in run_status.read_status(tmp_path / "run")["reason"]  # rank 0 names it, too
     assert steps == sorted(set(steps))
     check_resumes(tmp_path, flags, undisturbed)
 
 
-@pytest.mark.parametrize("number, ranks, workers", [(signal.SIGINT, (1,), 0), (signal.SIGUSR1, (), 2)])
-def test_any_signal_to_any_rank_stops_all(tiny, straight, tmp_path, number, ranks, workers):
-    """With loader processes the signal goes to the process group of a rank, as a terminal or a scheduler sends it."""
-    flags = recipe(tiny, dataloader_num_workers=workers)
-    run = begin(tmp_path, flags)
-    run.signal(number, *ranks, group=bool(workers))
-    check_stopped(run, tmp_path / "run")
-    name = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)  # rank 0 names it, too
-    assert f"Stopped by {name} at step" in run_status.read_status(tmp_path / "run")["reason"]
-    assert run.text().count("saving after this step") == (ranks != (1,))  # rank 0 prints, once per run
-    assert "DataLoader worker" not in run.text()
-    check_resumes(tmp_path, flags, straight)
+def test_signal_to_the_process_groups_of_ranks_with_loaders(tiny, tmp_path):
+    """As a terminal or a scheduler sends it."""
+    ranks = begin(tmp_path, recipe(tiny, dataloader_num_workers=2))
+    ranks.signal(signal.SIGUSR1, group=True)
+    check_stopped(ranks, tmp_path / "run")
+    assert "Stopped by SIGUSR1 at" in run_status.read_status(tmp_path / "run")["reason"]
+    assert ranks.text().count("saving after this step") == 1  # rank 0 prints, once per run
+    assert "DataLoader worker" not in ranks.text()
 
 
 def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch):
@@ -186,9 +177,8 @@ def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
     assert "Stopped by SIGTERM before training began" in alone.text()
 
 
-def test_files_save_and_stop(tiny, straight, tmp_path):
-    flags, folder = recipe(tiny), tmp_path / "run"
-    ranks = begin(tmp_path, flags)
+def test_files_save_and_stop(tiny, tmp_path):
+    ranks, folder = begin(tmp_path, recipe(tiny)), tmp_path / "run"
     (folder / "save").touch()
     saved = kit.until(lambda: checkpoint_folder.newest_intact(folder))
     assert verify_hashes.verify(saved) == []
@@ -197,7 +187,6 @@ def test_files_save_and_stop(tiny, straight, tmp_path):
     assert check_stopped(ranks, folder) > checkpoint_folder.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not {"save", "stop"} & set(os.listdir(folder))
-    check_resumes(tmp_path, flags, straight)
 
 
 def test_time_limit_of_a_run_that_never_resumes(tiny, tmp_path, monkeypatch):
@@ -222,29 +211,23 @@ def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
 # ---- launchers ---------------------------------------------------------------------------------------------------------
 
 
-class Launch:
-    """A launcher in a process group of its own, with its output in a file."""
+def launch(folder: Path, *command) -> subprocess.Popen:
+    """Start a launcher in a process group of its own, with its output in a file; return when the run has trained."""
+    before = kit.last_step(folder / "run")
+    words, env = [str(word) for word in command], kit.PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(words, env=env, stdout=output, stderr=output, start_new_session=True)
+    until_step(folder / "run", before + 30)
+    return process
 
-    def __init__(self, folder: Path, *command):
-        self.folder, self.output = folder / "run", folder / "output.txt"
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=kit.REPOSITORY,
-            env=kit.PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
-            stdout=self.output.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
-    def until_step(self, step: int) -> "Launch":
-        kit.until(lambda: self.process.poll() is not None or kit.last_step(self.folder) >= step)
-        assert self.process.poll() is None, self.output.read_text()
-        return self
+def until_step(folder: Path, step: int) -> None:
+    kit.until(lambda: kit.last_step(folder) >= step)
 
-    def workers(self) -> list[psutil.Process]:
-        """Return the training processes."""
-        children = psutil.Process(self.process.pid).children()
-        return [process for process in children if str(self.folder) in process.cmdline()]
+
+def workers(process: subprocess.Popen) -> list[psutil.Process]:
+    """Return the training processes of a launcher."""
+    return [child for child in psutil.Process(process.pid).children() if "--output_dir" in child.cmdline()]
 
 
 def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
@@ -263,18 +246,18 @@ def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     flags = recipe(tiny, max_steps=400, save_steps=20, output_dir=folder)
     undisturbed = kit.run_training(2, tmp_path / "straight", *flags)
     command = [kit.REPOSITORY / "train.py", *flags]
-    launch = Launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command).until_step(30)
-    launch.workers()[1].kill()
-    launch.until_step(kit.last_step(folder) + 30)
-    printed = launch.output.read_text()
-    launch.workers()[0].send_signal(signal.SIGUSR1)
-    assert launch.process.wait(300) != 0
-    step = check_saved(folder)
-    assert launch.output.read_text().removeprefix(printed).count("saving after this step") == 1
+    torchrun = launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command)
+    workers(torchrun)[1].kill()
+    until_step(folder, kit.last_step(folder) + 30)
+    printed = (tmp_path / "output.txt").read_text()
+    workers(torchrun)[0].send_signal(signal.SIGUSR1)
+    assert torchrun.wait(300) != 0
+    check_saved(folder)
+    assert (tmp_path / "output.txt").read_text().removeprefix(printed).count("saving after this step") == 1
 
-    launch = Launch(tmp_path, *TORCHRUN, *command).until_step(step + 30)
-    launch.process.terminate()
-    assert launch.process.wait(300) != 0
+    torchrun = launch(tmp_path, *TORCHRUN, *command)
+    torchrun.terminate()
+    assert torchrun.wait(300) != 0
     check_saved(folder)
     check_resumes(tmp_path, flags, undisturbed)
 
@@ -285,10 +268,10 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     folder = tmp_path / "run"
     config = kit.REPOSITORY / "accelerate_configs" / "cpu.yaml"
     command = [kit.REPOSITORY / "train.py", *recipe(tiny, max_steps=100_000, output_dir=folder)]
-    launch = Launch(tmp_path, *ACCELERATE, config, *command).until_step(30)
-    [worker] = launch.workers()
-    launch.process.terminate()
-    assert launch.process.wait(300) == -signal.SIGTERM
+    accelerate = launch(tmp_path, *ACCELERATE, config, *command)
+    [worker] = workers(accelerate)
+    accelerate.terminate()
+    assert accelerate.wait(300) == -signal.SIGTERM
     kit.until(lambda: run_status.read_status(folder)["status"] == "stopped")
     check_saved(folder)
     assert "the end of the launcher" in run_status.read_status(folder)["reason"]
