@@ -89,21 +89,22 @@ def test_weights_that_accelerate_would_untie_are_refused(files, tmp_path, monkey
     assert "untied" in outputs[0]
 
 
-@pytest.mark.parametrize("mutant", ["", "training", "evaluation"])
-def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch, mutant):
-    """Two ranks have one and two micro-batches in a step, one and none in an evaluation. The mutants have no dummies."""
+def unpadded_share(backend, micro_batches, rounds):
+    return micro_batches[backend.data_rank :: backend.data_world_size]
 
-    def unpadded(backend, micro_batches, rounds):
-        return micro_batches[backend.data_rank :: backend.data_world_size]
 
-    if mutant == "training":
-        monkeypatch.setattr(Backend, "pad_with_dummy_batches", lambda self, batch, forwards: batch)
-    if mutant == "evaluation":
-        monkeypatch.setattr(evaluation, "share_of_rank", unpadded)
-    fields = {"global_batch_size": 12, "max_eval_examples": 8, "max_steps": 2, "eval_steps": 5, "warmup_steps": 1}
-    codes, outputs = command(short(files, **fields, ddp_timeout=10 if mutant else 120), tmp_path)
-    assert (codes == [0, 0]) == (not mutant), outputs
-    assert not mutant or 0 not in codes
+@pytest.mark.parametrize(
+    "holder, name, mutant",
+    [
+        (Backend, "pad_with_dummy_batches", lambda self, batch, forwards: batch),
+        (evaluation, "share_of_rank", unpadded_share),
+    ],
+)
+def test_mutants_without_dummy_batches_are_caught(files, tmp_path, monkeypatch, holder, name, mutant):
+    """Three ranks have 3, 3 and 2 micro-batches in a step, and 5, 4 and 4 in an evaluation."""
+    monkeypatch.setattr(holder, name, mutant)
+    codes, _ = command(short(files, ddp_timeout=10), tmp_path, world=3)
+    assert 0 not in codes
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------------
