@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from tests.helpers import kit
+from tests.helpers.backend_runs import recipe
 
 pytestmark = pytest.mark.cluster
 
 
 def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
-    fields = {"model_config": files / "gpt2.yaml", "train_file": files / "train.jsonl", "dtype": "float64"}
-    fields |= {"validation_file": files / "validation.jsonl", "global_batch_size": 32, "per_device_batch_size": 4}
-    flags = kit.flags(**fields, max_steps=8, logging_steps=1, eval_steps=4, save_steps=4)
+    fields = {"dtype": "float64", "global_batch_size": 32, "max_steps": 8, "eval_steps": 4, "save_steps": 4}
+    flags = recipe(files, "gpt2.yaml", **fields)
     one = kit.run_training(1, tmp_path / "one", *flags)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes", "4"]
     launcher += ["--config_file", str(kit.REPOSITORY / "accelerate_configs" / "multi_node.yaml")]

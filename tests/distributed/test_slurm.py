@@ -212,8 +212,6 @@ def test_two_nodes_of_four_gpus(slurm, tmp_path):
         f"--config x.yaml --output_dir {job.folder} --learning_rate 1e-3"
         for rank in range(2)
     ]
-    logs = [(job.folder / "logs" / f"node_{rank}.log").read_text().strip() for rank in range(2)]
-    assert logs == printed_arguments(job)
 
 
 def test_array_task_has_its_seed_and_folder(slurm, tmp_path):
