@@ -1,6 +1,7 @@
 """FSDP2 and HSDP over gloo, by accelerate's own code: the numbers of one process, what travels, memory and precision."""
 
 import json
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -61,6 +62,7 @@ def test_a_model_that_only_the_main_process_builds(files, tmp_path, monkeypatch)
     build = causal_lm.Task.build
 
     def edited(self, weights=None, empty=False):
+        assert empty == (os.environ["RANK"] != "0")
         model = build(self, weights, empty)
         for name in ("mark", "spot"):  # larger than any layer
             model.register_buffer(name, torch.full((50_000,), 0.0 if empty else 7.0))
@@ -170,25 +172,9 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
 # ---- memory and precision ----------------------------------------------------------------------------------------------
 
 
-def _built_empty(argv):
-    """Train on this rank; return whether each built model was empty."""
-    built, build = [], causal_lm.Task.build
-
-    def building(self, weights=None, empty=False):
-        built.append(empty)
-        return build(self, weights, empty)
-
-    causal_lm.Task.build = building
-    train.main([str(word) for word in argv])
-    return built
-
-
 def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path):
-    """Only the main process reads or draws weights. An evaluation computes in the precision of training."""
-    argv = [*recipe(files, max_steps=10), "--output_dir", tmp_path / "run"]
-    env = kit.where("fsdp2", 2)
-    assert kit.spawn(2, _built_empty, argv, out=tmp_path / "out", env=env) == [[False], [True]]
-    run = kit.Run(tmp_path / "run")
+    """An evaluation computes in the precision of training."""
+    run = kit.run_training(2, tmp_path / "run", *recipe(files, max_steps=10), env=kit.where("fsdp2", 2))
     for part in (at_step(run, 10), run.folder / "final"):
         assert json.loads((part / "config.json").read_text())["dtype"] == "float32"
         assert {value.dtype for value in kit.load_weights(part).values()} == {torch.float32}

@@ -52,9 +52,6 @@ class Terminal:
             os.chdir(kit.REPOSITORY)
             os.execvpe("sh", ["sh", "-c", f"trap : INT; {command} >'{output}' 2>&1; exit $?"], kit.PLAIN_ENVIRONMENT)
 
-    def press(self, key: bytes) -> None:
-        os.write(self.file, key)
-
     def wait(self) -> int:
         """Return the exit code of the command, which its shell exits with after Ctrl-C, too."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -93,7 +90,7 @@ def test_run_folder(run_file):
 def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
     """On one process, until it is asked to stop, which is no error of make."""
     terminal = train_on_terminal(tmp_path, run_file, processes)
-    terminal.press(CTRL_C)
+    os.write(terminal.file, CTRL_C)
     assert terminal.wait() != 0
     kit.until(lambda: not processes_of(run_file))
     text = (tmp_path / "output.txt").read_text()

@@ -107,29 +107,16 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
 
 def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch):
     """Rank 0 waits for rank 1 in a collective."""
-    original, calls = train.optimizer_step, 0
-
-    def optimizer_step(*args):
-        nonlocal calls
-        calls += 1
-        if calls == 5 and os.environ["RANK"] == "1":
-            Path("blocked").touch()
-            time.sleep(600)
-        return original(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", optimizer_step)
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 0.0)
     ranks = begin(tmp_path, recipe(tiny))
-    kit.until((tmp_path / "blocked").exists)
-    ranks.signal(signal.SIGTERM)
-    for rank in (0, 1):
-        until_logged(tmp_path / "run", rank)
-    assert all(process.is_alive() for process in ranks.processes)
+    ranks.signal(signal.SIGSTOP, 1)
+    ranks.signal(signal.SIGTERM, 0)
+    until_logged(tmp_path / "run", 0)
+    assert ranks.processes[0].is_alive()
     ranks.signal(signal.SIGTERM, 0)
     kit.until(lambda: ranks.processes[0].exitcode is not None)
-    ranks.signal(signal.SIGTERM, 1)
-    assert ranks.wait() == [128 + signal.SIGTERM] * 2, ranks.text()
-    assert ranks.text().count("without saving.") == 2  # of one launcher: once
+    assert ranks.wait(0) == [128 + signal.SIGTERM, None], ranks.text()
+    assert "without saving." in ranks.text()
 
 
 def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
