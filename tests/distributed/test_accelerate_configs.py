@@ -23,7 +23,8 @@ def test_the_launcher_knows_every_key(name):
     assert config.distributed_type.value == kinds.get(name, "MULTI_GPU")
     if config.distributed_type.value == "FSDP":
         made = kit.where(name, 4)
-        assert made["FSDP_VERSION"] == "2"
+        assert (made["FSDP_VERSION"], made["FSDP_AUTO_WRAP_POLICY"]) == ("2", "TRANSFORMER_BASED_WRAP")
+        assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == str(name != "fsdp2_tp").lower()
         assert made["FSDP_OFFLOAD_PARAMS"] == str(name == "fsdp2_offload").lower()
 
 
