@@ -18,8 +18,7 @@ CLUSTER = kit.REPOSITORY / "cluster"
 def start_node(folder: Path, *flags: str) -> subprocess.Popen:
     environment = kit.PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "NPROC_PER_NODE": "2"}
     command = [str(CLUSTER / "node.sh"), str(endless_run_file(folder)), *flags]
-    with open(folder / "output.txt", "a") as output:
-        return subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment, stdout=output, stderr=output)
+    return subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment)
 
 
 @pytest.mark.cluster
@@ -29,11 +28,11 @@ def test_node_that_is_taken_away_saves_and_the_same_command_resumes(tmp_path):
     try:
         kit.until(lambda: kit.last_step(run) > 3)
         node.send_signal(signal.SIGTERM)  # as a scheduler does: to this process only
-        assert node.wait(300) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()[-3000:]
+        assert node.wait(300) == EXIT_STOPPED
         saved = run_status.read_status(run)["step"]
         assert saved > 3
         node = start_node(tmp_path, "--max_steps", str(saved + 5))
-        assert node.wait(300) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+        assert node.wait(300) == 0
     finally:
         (run / "stop").touch()
         node.wait(300)
@@ -42,18 +41,12 @@ def test_node_that_is_taken_away_saves_and_the_same_command_resumes(tmp_path):
     assert '"world_size": 2' in (run / "environment.json").read_text()
 
 
-def test_node_refuses_what_would_train_elsewhere_than_meant(tmp_path):
-    for environment, sentence in (({}, "set OUT"), ({"OUT": "x", "NODES": "2"}, "set MAIN_ADDRESS")):
-        done = subprocess.run(
-            [CLUSTER / "node.sh", "configs/stdlib_lm.yaml"],
-            cwd=kit.REPOSITORY,
-            env=kit.PLAIN_ENVIRONMENT | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert sentence in done.stderr
+@pytest.mark.parametrize("environment, words", [({}, "set OUT"), ({"OUT": "x", "NODES": "2"}, "set MAIN_ADDRESS")])
+def test_node_refuses_what_would_train_elsewhere_than_meant(environment, words):
+    command, env = [CLUSTER / "node.sh", "configs/stdlib_lm.yaml"], kit.PLAIN_ENVIRONMENT | environment
+    done = subprocess.run(command, cwd=kit.REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
 
 
 @pytest.mark.parametrize("name", ["skypilot.yaml", "dstack.yml", "kubernetes.yaml", "kubeflow.yaml"])

@@ -28,8 +28,6 @@ def killed(fsdp2_two, tmp_path):
 
 def test_every_rank_writes_a_file_and_transformers_reads_them(fsdp2_two):
     assert saved(fsdp2_two.folder) == [5, 10, 15, 20]
-    suffixes = {path.suffix for path in fsdp2_two.folder.rglob("*") if path.is_file()}
-    assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
     folder = at_step(fsdp2_two, 10)
     for part in ("model", "optimizer"):
         names = [f"{part}-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
@@ -55,14 +53,12 @@ def test_more_processes_than_layers_and_rows_save_and_resume(tmp_path):
     assert kit.same(again.weights, run.weights)
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_resume_on_as_many_ranks_is_bitwise(files, fsdp2_two, killed, monkeypatch, mutant):
-    """The mutant leaves the moments as they are in a new optimizer."""
-    if mutant:
-        monkeypatch.setattr(Backend, "load_moments", lambda *args: None)
+def test_mutant_resume_without_moments_is_caught(files, fsdp2_two, killed, monkeypatch):
+    """As in test_killed_while_ranks_write_their_parts, with the moments of a new optimizer."""
+    monkeypatch.setattr(Backend, "load_moments", lambda *args: None)
     run = kit.run_training(2, killed(15), *recipe(files), env=where("fsdp2", 2))
-    assert same_state(at_step(run, 20), at_step(fsdp2_two, 20)) == (not mutant)
-    assert (kit.timeless(run.folder) == kit.timeless(fsdp2_two.folder)) == (not mutant)
+    assert not same_state(at_step(run, 20), at_step(fsdp2_two, 20))
+    assert kit.timeless(run.folder) != kit.timeless(fsdp2_two.folder)
 
 
 def test_a_run_moves_from_backend_to_backend(files, fsdp2_alone, killed, tmp_path):
@@ -82,7 +78,7 @@ def test_a_run_moves_from_backend_to_backend(files, fsdp2_alone, killed, tmp_pat
 
 
 def test_killed_while_ranks_write_their_parts(files, fsdp2_two, killed, tmp_path, monkeypatch):
-    """When the second rank has written its part."""
+    """When the second rank has written its part; then resumed bitwise on as many ranks."""
     folder, mark, write = killed(15), tmp_path / "written", checkpoint_folder.write_checkpoint
 
     def wrote(*args):
@@ -101,7 +97,8 @@ def test_killed_while_ranks_write_their_parts(files, fsdp2_two, killed, tmp_path
     assert list(folder.rglob(".*.parts"))
     assert checkpoint_folder.newest_intact(folder) == at_step(folder, 15)
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
-    assert kit.same(run.weights, fsdp2_two.weights)
+    assert same_state(at_step(run, 20), at_step(fsdp2_two, 20))
+    assert kit.timeless(folder) == kit.timeless(fsdp2_two.folder)
     assert saved(folder) == [5, 10, 15, 20]
 
 

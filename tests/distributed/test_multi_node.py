@@ -4,42 +4,29 @@ import json
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.helpers import kit
+from tests.helpers.backend_runs import recipe
 
 pytestmark = pytest.mark.cluster
 
 
-def launch(commands: list, folder) -> None:
-    """Assert that these launchers end in time with 0. End all that they started."""
-    files = [folder / f"node{rank}.txt" for rank in range(len(commands))]  # a full pipe would make the other node wait
-    options = {
-        "stderr": subprocess.STDOUT,
-        "env": kit.PLAIN_ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
-        "cwd": folder,
-    }
-    nodes = [psutil.Popen(each, stdout=file.open("w"), **options) for each, file in zip(commands, files, strict=True)]
-    try:
-        kit.until(lambda: all(node.poll() is not None for node in nodes))
-    finally:
-        for node in [node for node in nodes if node.poll() is None]:
-            for process in [*node.children(recursive=True), node]:
-                process.kill()
-    assert [node.wait() for node in nodes] == [0] * len(nodes), [file.read_text() for file in files]
-
-
 def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
-    fields = {"model_config": files / "gpt2.yaml", "train_file": files / "train.jsonl", "dtype": "float64"}
-    fields |= {"validation_file": files / "validation.jsonl", "global_batch_size": 32, "per_device_batch_size": 4}
-    flags = kit.flags(**fields, max_steps=8, logging_steps=1, eval_steps=4, save_steps=4)
+    fields = {"dtype": "float64", "global_batch_size": 32, "max_steps": 8, "eval_steps": 4, "save_steps": 4}
+    flags = recipe(files, "gpt2.yaml", **fields)
     one = kit.run_training(1, tmp_path / "one", *flags)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes", "4"]
     launcher += ["--config_file", str(kit.REPOSITORY / "accelerate_configs" / "multi_node.yaml")]
     launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(kit.free_port())]
     script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(tmp_path / "run")]
-    launch([[*launcher, "--machine_rank", str(rank), *script] for rank in (0, 1)], tmp_path)
+    options = {"env": kit.PLAIN_ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"}, "cwd": tmp_path}
+    nodes = [subprocess.Popen([*launcher, "--machine_rank", str(rank), *script], **options) for rank in (0, 1)]
+    try:
+        assert [node.wait(300) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.terminate()  # a launcher ends its processes
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["world_size"], environment["nodes"], environment["strategy"]) == (4, 2, "DDP over gloo")
     run = kit.Run(tmp_path / "run")

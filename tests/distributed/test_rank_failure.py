@@ -21,70 +21,39 @@ def recipe(tiny, **fields) -> list[str]:
     return stopping.recipe(tiny, **{"max_steps": 12, "eval_steps": 6, "save_steps": 4, "ddp_timeout": 600} | fields)
 
 
-PLACES = {  # place -> (object, function, call that raises)
-    "collator": (causal_lm.Task, "collate", 9),
-    "forward": (causal_lm.Task, "loss", 9),
-    "update": (train, "optimizer_step", 5),
-    "evaluation": (evaluation, "seed_everything", 5),
-    "build": (causal_lm.Task, "build", 1),
-}
-
-
-@pytest.fixture
-def run_failing(tiny, tmp_path, monkeypatch):
-    """Return a function: train on two ranks, which no launcher ends, one of which raises `error` at a place of PLACES."""
-
-    def run(place: str, rank: int, error: BaseException) -> tuple[list, list[str]]:
-        holder, name, first = PLACES[place]
-        original, calls = getattr(holder, name), 0
-
-        def failing_function(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls >= first and int(os.environ["RANK"]) == rank:
-                raise error
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(holder, name, failing_function)
-        return kit.run_command("train.py", *recipe(tiny), folder=tmp_path, world=2)  # in half of ddp_timeout
-
-    return run
-
-
 @pytest.mark.parametrize(
-    "place, rank, error, said",
+    "place, rank, error, code, said",
     [
-        ("collator", 0, ValueError("a cosmic ray"), "ValueError: a cosmic ray"),
-        ("evaluation", 1, ValueError("a cosmic ray"), "ValueError: a cosmic ray"),
-        ("forward", 1, torch.OutOfMemoryError("CUDA out of memory"), "give half the --per_device_batch_size"),
+        ((evaluation, "seed_everything", 5), 0, ValueError("a cosmic ray"), 1, "ValueError: a cosmic ray"),
+        ((causal_lm.Task, "loss", 9), 1, torch.OutOfMemoryError("out of memory"), 1, "half the --per_device"),
+        ((train, "optimizer_step", 5), 0, UsageError("train_file: row 7 is bad"), 2, "train_file: row 7 is bad"),
     ],
 )
-def test_error_on_one_rank_ends_both(run_failing, tmp_path, place, rank, error, said):
-    """Its traceback is the last that the rank prints, and is in its log and in status.json."""
-    codes, texts = run_failing(place, rank, error)
-    assert codes == [1, 1], texts
-    last = texts[rank][texts[rank].index(f"rank {rank} failed:\nTraceback") :].rstrip()
-    assert said in last.splitlines()[-1]
-    assert "in failing_function" in last
-    assert not re.search("[Cc]onnection|gloo|peer|warning", last)  # what the other rank saw
+def test_error_on_one_rank_ends_both(tiny, tmp_path, monkeypatch, place, rank, error, code, said):
+    """Without a launcher. It is the last that the rank prints, and is in its log and in status.json; `place` is (object,
+    function, call)."""
+    (holder, name, first), calls = place, 0
+    original = getattr(holder, name)
+
+    def failing_function(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls >= first and int(os.environ["RANK"]) == rank:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, failing_function)
+    codes, texts = kit.run_command("train.py", *recipe(tiny), folder=tmp_path, world=2)  # in half of ddp_timeout
+    assert (codes[rank], codes[1 - rank]) == (code, 1), texts
     assert f"rank {1 - rank} failed" in texts[1 - rank]
-    log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
-    assert said in log[log.rindex("Traceback") :]
+    last = texts[rank][texts[rank].index("\nerror: " if code == 2 else f"\nrank {rank} failed:\nTraceback") :]
+    assert said in last.rstrip().splitlines()[-1]
+    assert ("in failing_function" in last) == (code == 1)
+    assert not re.search("[Cc]onnection|gloo|peer|warning", last)  # what the other rank saw
+    assert said in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
     status = run_status.read_status(tmp_path / "run")
-    assert (status["status"], status["exit_code"]) == ("failed", 1)
+    assert (status["status"], status["exit_code"]) == ("failed", code)
     assert said in status["reason"]
-
-
-@pytest.mark.parametrize("place, rank", [("build", 1), ("update", 0)])
-def test_usage_error_on_one_rank(run_failing, tmp_path, place, rank):
-    """Before the first step, and in one: the run has exit code 2."""
-    codes, texts = run_failing(place, rank, UsageError("train_file: row 7 is bad"))
-    assert (codes[rank], codes[1 - rank]) == (2, 1), texts
-    assert "error: train_file: row 7 is bad" in texts[rank]
-    assert "failed:" not in texts[rank]
-    if place != "build":
-        status = run_status.read_status(tmp_path / "run")
-        assert (status["exit_code"], status["reason"]) == (2, "train_file: row 7 is bad")  # not the lost connection
 
 
 # ---- with a launcher ---------------------------------------------------------------------------------------------------
@@ -106,8 +75,9 @@ run_main(train.main)
 """
 
 
-def launch(folder: Path, flags: list[str]) -> str:
-    """Return what torchrun and two ranks print until all have ended, if rank 1 fails in its first forward pass."""
+def launch(folder: Path, flags: list[str]) -> tuple[str, str]:
+    """Return what torchrun and two ranks print, if rank 1 fails in its first forward pass, and of it the launcher's
+    report about the rank that failed first."""
     script = folder / "failing.py"
     script.write_text(FAILING.format(repository=str(kit.REPOSITORY)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, *flags]
@@ -115,24 +85,20 @@ def launch(folder: Path, flags: list[str]) -> str:
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 300, "check": False}
     done = subprocess.run([str(word) for word in command], **options)
     assert done.returncode == 1
-    return done.stdout + done.stderr
-
-
-def root_cause(text: str) -> str:
-    """Return the report of the launcher about the rank that failed first."""
-    return text[text.index("Root Cause (first observed failure):") :]
+    text = done.stdout + done.stderr
+    return text, text[text.index("Root Cause (first observed failure):") :]
 
 
 def test_launcher_names_the_rank_that_failed_first(tiny, tmp_path):
-    text = launch(tmp_path, recipe(tiny))
+    text, report = launch(tmp_path, recipe(tiny))
     assert "rank 1 failed:\nTraceback" in text
-    assert re.search(r"rank +: 1 ", root_cause(text))
-    assert "ValueError: a cosmic ray" in root_cause(text)
+    assert re.search(r"rank +: 1 ", report)
+    assert "ValueError: a cosmic ray" in report
     assert "saving after this step" not in text  # the SIGTERM of the launcher is no request to stop
     assert run_status.read_status(tmp_path / "run")["reason"] == "ValueError: a cosmic ray"
 
 
 def test_error_that_all_ranks_meet_is_printed_once(tiny, tmp_path):
-    text = launch(tmp_path, recipe(tiny, learning_rate="fast"))
+    text, report = launch(tmp_path, recipe(tiny, learning_rate="fast"))
     assert text.count("\nerror: ") == 1
-    assert "--learning_rate" in root_cause(text)
+    assert "--learning_rate" in report

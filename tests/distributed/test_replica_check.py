@@ -1,22 +1,15 @@
 """Replicas that differ end the run, naming rank and first parameter, before anything of it is saved."""
 
-import json
-
 import pytest
 import torch
 
 import train
 from src.distributed import backend_checks
+from src.runtime import run_status
 from tests.helpers import kit
-from tests.helpers.backend_runs import saved
+from tests.helpers.backend_runs import recipe, saved
 
 PARAMETER = "transformer.h.1.mlp.c_fc.weight"
-
-
-def recipe(files, **fields) -> list[str]:
-    values = {"model_config": files / "gpt2.yaml", "train_file": files / "train.jsonl", "per_device_batch_size": 4}
-    values |= {"max_steps": 8, "max_length": 16, "logging_steps": 1, "save_steps": 2, "save_total_limit": 10}
-    return kit.flags(**values | fields)
 
 
 def flip(parameter: torch.Tensor, bit: int = 0, element: int = -1) -> None:
@@ -42,28 +35,24 @@ def flip_at(step: int, rank: int, monkeypatch, names=(PARAMETER,)) -> None:
 
 def trained(files, folder, world=2, **fields):
     """Return (exit codes, what the ranks printed) of a run in `folder`/run."""
-    return kit.run_command("train.py", *recipe(files, **fields), "--output_dir", "run", folder=folder, world=world)
+    values = {"max_steps": 8, "max_length": 16, "save_steps": 2, "output_dir": "run"}
+    values |= dict.fromkeys(("validation_file", "learning_rate"))  # with another rate, an update may round the bit away
+    return kit.run_command("train.py", *recipe(files, "gpt2.yaml", **values | fields), folder=folder, world=world)
 
 
-def test_one_flipped_bit_on_one_rank_ends_all(files, tmp_path):
-    """In step 5: the check before the save of step 6 finds it, and names the first of several parameters. Then the same
-    command resumes as if nothing had happened."""
-    folder = tmp_path / "here"
-    with pytest.MonkeyPatch.context() as patch:
-        flip_at(5, 1, patch, names=["transformer.ln_f.bias", PARAMETER])
-        codes, outputs = trained(files, folder)
+def test_one_flipped_bit_on_one_rank_ends_all(files, tmp_path, monkeypatch):
+    """In step 5: the check before the save of step 6 finds it, and names the first of several parameters."""
+    flip_at(5, 1, monkeypatch, names=["transformer.ln_f.bias", PARAMETER])
+    codes, outputs = trained(files, tmp_path)
     assert codes == [1, 1], outputs
     last = outputs[0].rstrip().splitlines()[-1]
     assert f"differ at step 6: ranks 0 and 1 differ, first in model.{PARAMETER}" in last
     assert "Traceback" not in "".join(outputs)  # all ranks raise the same Failure
-    assert saved(folder / "run") == [2, 4]
-    status = json.loads((folder / "run" / "status.json").read_text())
+    assert saved(tmp_path / "run") == [2, 4]
+    status = run_status.read_status(tmp_path / "run")
     assert (status["status"], status["exit_code"]) == ("failed", 1)
     for number in range(2):
-        assert PARAMETER in (folder / "run" / "logs" / f"rank_{number}.log").read_text()
-    run = kit.run_training(2, folder / "run", *recipe(files))
-    assert kit.same(run.weights, kit.run_training(2, tmp_path / "straight", *recipe(files)).weights)
-    assert saved(folder / "run") == [2, 4, 6, 8]  # equal replicas pass at every save
+        assert PARAMETER in (tmp_path / "run" / "logs" / f"rank_{number}.log").read_text()
 
 
 def sums(model: torch.nn.Module) -> torch.Tensor:
@@ -76,43 +65,34 @@ def test_mutants_save_replicas_that_differ(files, tmp_path, monkeypatch, name, m
     """Without the check, and with sums instead of hashes."""
     flip_at(5, 1, monkeypatch)
     monkeypatch.setattr(backend_checks, name, mutant)
-    codes, _ = trained(files, tmp_path / "here")
+    codes, _ = trained(files, tmp_path)
     assert codes == [0, 0]
-    assert saved(tmp_path / "here" / "run") == [2, 4, 6, 8]
+    assert saved(tmp_path / "run") == [2, 4, 6, 8]
 
 
 def test_replicas_are_compared_between_saves_with_drift_check_steps(files, tmp_path, monkeypatch):
     flip_at(5, 1, monkeypatch)
-    codes, outputs = trained(files, tmp_path / "here", world=3, drift_check_steps=5)
+    codes, outputs = trained(files, tmp_path, world=3, drift_check_steps=5)
     assert codes == [1, 1, 1], outputs
     assert "differ at step 5: rank 1 differs from the others" in outputs[0].rstrip().splitlines()[-1]
 
 
 # ---- what the digest sees ----------------------------------------------------------------------------------------------
 
-CHANGES = {
-    "nothing": lambda x: None,
-    "lowest bit": lambda x: flip(x, 0),
-    "lowest bit of two elements": lambda x: (flip(x, 0, 0), flip(x, 0, 1)),
-    "two elements exchanged": lambda x: x.view(-1)[:2].copy_(x.view(-1)[:2].flip(0).clone()),
-    "every sign": lambda x: x.neg_(),
-    "NaN": lambda x: x.view(-1)[3:4].fill_(float("nan")),
-    "another NaN": lambda x: (x.view(-1)[3:4].fill_(float("nan")), flip(x, 3, 3)),
-}
+CHANGES = [
+    lambda x: None,
+    lambda x: flip(x, 0),
+    lambda x: (flip(x, 0, 0), flip(x, 0, 1)),
+    lambda x: x[:2].copy_(x[:2].flip(0).clone()),
+    lambda x: x.neg_(),
+    lambda x: x[3:4].fill_(float("nan")),
+    lambda x: (x[3:4].fill_(float("nan")), flip(x, 3, 3)),  # another NaN
+]
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
-def test_digest_sees_every_change(device):
-    """The digest for devices runs on a CPU here."""
-    results = {}
-    for how, change in CHANGES.items():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8))
-        with torch.no_grad():
-            change(model[0].weight)
-        results[how] = backend_checks.digests(model)
-        if device == "device":
-            flat = [parameter.detach().reshape(-1) for parameter in model.parameters()]
-            results[how] = torch.stack([backend_checks._digest_on_device(values) for values in flat])
-    assert len({digest[0].item() for digest in results.values()}) == len(results)
-    assert all(torch.equal(digest[1:], results["nothing"][1:]) for digest in results.values())
+def test_digest_for_devices_sees_every_change():
+    """It runs on a CPU here; the digest for CPUs is xxHash."""
+    values = [torch.arange(1.0, 129.0) for _ in CHANGES]
+    for change, x in zip(CHANGES, values, strict=True):
+        change(x)
+    assert len({backend_checks._digest_on_device(x).item() for x in values}) == len(CHANGES)

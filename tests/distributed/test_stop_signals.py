@@ -21,41 +21,17 @@ from src.distributed import stop_signals
 from src.distributed.init_accelerator import init_accelerator
 from src.runtime import run_status
 from src.storage import verify_hashes
-from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
-from tests.helpers.ranks import free_port
 from tests.helpers.stopping import begin, check_resumes, check_saved, check_stopped, recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 
 
-@pytest.fixture(scope="module")
-def straight(tiny, tmp_path_factory) -> kit.Run:
-    """An undisturbed run on two processes."""
-    return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
-
-
-@pytest.fixture(autouse=True)
-def noted_signals(monkeypatch) -> None:
-    """Let a rank append a byte to the file handled_RANK after each signal that it has handled."""
-    handle = stop_signals.StopSignals._handle
-
-    def handle_and_note(self, number):
-        handle(self, number)
-        with open(f"handled_{self.rank}", "ab") as file:
-            file.write(b"x")
-
-    monkeypatch.setattr(stop_signals.StopSignals, "_handle", handle_and_note)
-
-
-def until_handled(folder: Path, chosen: tuple[int, ...] = (0, 1), count: int = 1) -> None:
-    """Wait until each of these ranks has handled so many signals."""
-    files = [folder / f"handled_{rank}" for rank in chosen]
-    kit.until(lambda: all(file.exists() and file.stat().st_size >= count for file in files))
-    for file in files:
-        file.unlink()
+def until_logged(folder: Path, rank: int) -> None:
+    """Wait until this rank has logged that it will stop."""
+    kit.until(lambda: "saving after this step" in (folder / "logs" / f"rank_{rank}.log").read_text())
 
 
 # ---- signals at random moments -----------------------------------------------------------------------------------------
@@ -71,22 +47,19 @@ def test_sigterm_at_random_moments_loses_nothing(tiny, tmp_path):
         time.sleep(generator.uniform(0, 0.1))
         ranks.signal(signal.SIGTERM, *[(), (0,), (1,)][attempt % 3])
         steps.append(check_stopped(ranks, tmp_path / "run"))
+        assert "Stopped by SIGTERM at" in run_status.read_status(tmp_path / "run")["reason"]  # rank 0 names it, too
     assert steps == sorted(set(steps))
     check_resumes(tmp_path, flags, undisturbed)
 
 
-@pytest.mark.parametrize("number, ranks, workers", [(signal.SIGINT, (1,), 0), (signal.SIGUSR1, (), 2)])
-def test_any_signal_to_any_rank_stops_all(tiny, straight, tmp_path, number, ranks, workers):
-    """With loader processes the signal goes to the process group of a rank, as a terminal or a scheduler sends it."""
-    flags = recipe(tiny, dataloader_num_workers=workers)
-    run = begin(tmp_path, flags)
-    run.signal(number, *ranks, group=bool(workers))
-    check_stopped(run, tmp_path / "run")
-    name = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)  # rank 0 names it, too
-    assert f"Stopped by {name} at step" in run_status.read_status(tmp_path / "run")["reason"]
-    assert run.text().count("saving after this step") == (ranks != (1,))  # rank 0 prints, once per run
-    assert "DataLoader worker" not in run.text()
-    check_resumes(tmp_path, flags, straight)
+def test_signal_to_the_process_groups_of_ranks_with_loaders(tiny, tmp_path):
+    """As a terminal or a scheduler sends it."""
+    ranks = begin(tmp_path, recipe(tiny, dataloader_num_workers=2))
+    ranks.signal(signal.SIGUSR1, group=True)
+    check_stopped(ranks, tmp_path / "run")
+    assert "Stopped by SIGUSR1 at" in run_status.read_status(tmp_path / "run")["reason"]
+    assert ranks.text().count("saving after this step") == 1  # rank 0 prints, once per run
+    assert "DataLoader worker" not in ranks.text()
 
 
 def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch):
@@ -111,7 +84,7 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
 
     def seed_everything(value):
         if kit.last_step(Path("run")) == 20:  # rank 0 has written the line of this step
-            Path(f"evaluating_{os.environ['RANK']}").touch()
+            Path("evaluating").touch()
             kit.until(Path("go").exists)
         original(value)
 
@@ -120,9 +93,9 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "seed_everything", seed_everything)
         ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
-    kit.until(lambda: {"evaluating_0", "evaluating_1"} <= set(os.listdir(tmp_path)))
+    kit.until((tmp_path / "evaluating").exists)
     ranks.signal(signal.SIGTERM, 1)
-    until_handled(tmp_path, (1,))
+    until_logged(folder, 1)
     (tmp_path / "go").touch()
     assert check_stopped(ranks, folder) == 20
     assert [line["step"] for line in kit.timeless(folder) if line["kind"] == "eval"] == [10]
@@ -134,42 +107,27 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, monkeypatch):
 
 def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch):
     """Rank 0 waits for rank 1 in a collective."""
-    original, calls = train.optimizer_step, 0
-
-    def optimizer_step(*args):
-        nonlocal calls
-        calls += 1
-        if calls == 5 and os.environ["RANK"] == "1":
-            Path("blocked").touch()
-            time.sleep(600)
-        return original(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", optimizer_step)
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 0.0)
     ranks = begin(tmp_path, recipe(tiny))
-    kit.until((tmp_path / "blocked").exists)
-    ranks.signal(signal.SIGTERM)
-    until_handled(tmp_path)
-    assert all(process.is_alive() for process in ranks.processes)
+    ranks.signal(signal.SIGSTOP, 1)
+    ranks.signal(signal.SIGTERM, 0)
+    until_logged(tmp_path / "run", 0)
+    assert ranks.processes[0].is_alive()
     ranks.signal(signal.SIGTERM, 0)
     kit.until(lambda: ranks.processes[0].exitcode is not None)
-    ranks.signal(signal.SIGTERM, 1)
-    assert ranks.wait() == [128 + signal.SIGTERM] * 2, ranks.text()
-    assert ranks.text().count("without saving.") == 2  # of one launcher: once
+    assert ranks.wait(0) == [128 + signal.SIGTERM, None], ranks.text()
+    assert "without saving." in ranks.text()
 
 
 def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
     """Return the requests of a rank that trains, without signal handlers and thread."""
     signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(
-        folder=folder, rank=0, is_main=False, is_training=True, reason=None, first_signal=None, **values
-    )
+    vars(signals).update(folder=folder, is_main=False, is_training=True, reason=None, first_signal=None, **values)
     return signals
 
 
 def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     """A launcher passes on a signal that the whole process group has received."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 600.0)
     signals = bare_signals(tmp_path)
     for _ in range(2):
@@ -177,24 +135,17 @@ def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     assert signals.reason == "SIGTERM"
 
 
-@pytest.mark.parametrize(
-    "holder, name", [(causal_lm.Task, "encode"), (stop_signals.StopSignals, "begin")], ids=["data", "run folder"]
-)
+@pytest.mark.parametrize("holder, name", [(train.dataset, "prepare_datasets"), (stop_signals.StopSignals, "begin")])
 def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
-    receive = stop_signals.exit_on_signal
-
-    def receive_and_note():
-        receive()
-        Path(f"receives_{os.environ['RANK']}").touch()
+    """While data is prepared, and when the run folder exists."""
 
     def slow(*args, **kwargs):
-        Path("reached").touch()
+        Path(f"reached_{os.environ['RANK']}").touch()
         time.sleep(600)
 
-    monkeypatch.setattr(stop_signals, "exit_on_signal", receive_and_note)
     monkeypatch.setattr(holder, name, slow)
-    ranks = kit.Ranks("train.py", *recipe(tiny, cache_dir=tmp_path / "cache"), folder=tmp_path, world=2)
-    kit.until(lambda: {"receives_0", "receives_1", "reached"} <= set(os.listdir(tmp_path)))
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, world=2)
+    kit.until(lambda: {"reached_0", "reached_1"} <= set(os.listdir(tmp_path)))
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.text()
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -204,30 +155,17 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
 
 def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
     """Rank 0 waits in C++ code, in which no handler of Python runs, for a rank that has not been started."""
-    address = ("127.0.0.1", free_port())
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU")
-    env = os.environ | dict(zip(names, map(str, (0, 0, 2, 2, *address, "true")), strict=True))
-    command = [sys.executable, kit.REPOSITORY / "train.py", *recipe(tiny), "--output_dir", tmp_path / "run"]
-    alone = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        kit.until(lambda: alone.poll() is not None or socket.socket().connect_ex(address) == 0)
-        alone.terminate()
-        assert alone.wait(60) == 75
-        assert "Stopped by SIGTERM before training began" in alone.stderr.read()
-    finally:
-        alone.kill()
+    address = ("127.0.0.1", kit.free_port())
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(address[1])}
+    alone = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, env=env)
+    kit.until(lambda: not alone.processes[0].is_alive() or socket.socket().connect_ex(address) == 0)
+    alone.signal(signal.SIGTERM)
+    assert alone.wait(60) == [75], alone.text()
+    assert "Stopped by SIGTERM before training began" in alone.text()
 
 
-def test_run_that_never_resumes_is_told_how_to(tiny, tmp_path):
-    ranks = begin(tmp_path, [*recipe(tiny), "--resume", "never"], world=1)
-    (tmp_path / "run" / "stop").touch()
-    check_stopped(ranks, tmp_path / "run")
-    assert "run the same command without resume: never to resume" in ranks.text()
-
-
-def test_files_save_and_stop(tiny, straight, tmp_path):
-    flags, folder = recipe(tiny), tmp_path / "run"
-    ranks = begin(tmp_path, flags)
+def test_files_save_and_stop(tiny, tmp_path):
+    ranks, folder = begin(tmp_path, recipe(tiny)), tmp_path / "run"
     (folder / "save").touch()
     saved = kit.until(lambda: checkpoint_folder.newest_intact(folder))
     assert verify_hashes.verify(saved) == []
@@ -236,14 +174,16 @@ def test_files_save_and_stop(tiny, straight, tmp_path):
     assert check_stopped(ranks, folder) > checkpoint_folder.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not {"save", "stop"} & set(os.listdir(folder))
-    check_resumes(tmp_path, flags, straight)
 
 
-def test_time_limit(tiny, tmp_path, monkeypatch):
+def test_time_limit_of_a_run_that_never_resumes(tiny, tmp_path, monkeypatch):
+    """Its last line does not promise that the same command resumes."""
     monkeypatch.setattr(stop_signals, "PROCESS_START", time.monotonic())
-    ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=2 / 60), folder=tmp_path, world=2)
+    flags = recipe(tiny, max_steps=100_000, time_limit=2 / 60, resume="never")
+    ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
     check_stopped(ranks, tmp_path / "run")
     assert "the time limit" in run_status.read_status(tmp_path / "run")["reason"]
+    assert "run the same command without resume: never to resume" in ranks.text()
 
 
 def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
@@ -258,34 +198,23 @@ def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
 # ---- launchers ---------------------------------------------------------------------------------------------------------
 
 
-class Launch:
-    """A launcher in a process group of its own, with its output in a file."""
-
-    def __init__(self, folder: Path, *command):
-        self.folder, self.output = folder / "run", folder / "output.txt"
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=kit.REPOSITORY,
-            env=kit.PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
-            stdout=self.output.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def until_step(self, step: int) -> "Launch":
-        kit.until(lambda: self.process.poll() is not None or kit.last_step(self.folder) >= step)
-        assert self.process.poll() is None, self.output.read_text()
-        return self
-
-    def workers(self) -> list[psutil.Process]:
-        """Return the training processes."""
-        children = psutil.Process(self.process.pid).children()
-        return [process for process in children if str(self.folder) in process.cmdline()]
+def launch(folder: Path, *command) -> subprocess.Popen:
+    """Start a launcher in a process group of its own, with its output in a file; return when the run has trained."""
+    before = kit.last_step(folder / "run")
+    words, env = [str(word) for word in command], kit.PLAIN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(words, env=env, stdout=output, stderr=output, start_new_session=True)
+    until_step(folder / "run", before + 30)
+    return process
 
 
-def long_recipe(tiny, folder: Path, **fields) -> list[str]:
-    """A run that no signal misses."""
-    return recipe(tiny, **{"max_steps": 400, "save_steps": 20, "output_dir": folder} | fields)
+def until_step(folder: Path, step: int) -> None:
+    kit.until(lambda: kit.last_step(folder) >= step)
+
+
+def workers(process: subprocess.Popen) -> list[psutil.Process]:
+    """Return the training processes of a launcher."""
+    return [child for child in psutil.Process(process.pid).children() if "--output_dir" in child.cmdline()]
 
 
 def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
@@ -300,21 +229,22 @@ def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
 def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     """A killed worker is restarted and resumes. A worker that stops with 75 is a failure for torchrun, which restarts
     it as well: the run sees that it was stopped, and ends. SIGTERM to the launcher saves. All of it is one run."""
-    flags, folder = long_recipe(tiny, tmp_path / "run"), tmp_path / "run"
+    folder = tmp_path / "run"
+    flags = recipe(tiny, max_steps=400, save_steps=20, output_dir=folder)
     undisturbed = kit.run_training(2, tmp_path / "straight", *flags)
     command = [kit.REPOSITORY / "train.py", *flags]
-    launch = Launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command).until_step(30)
-    launch.workers()[1].kill()
-    launch.until_step(kit.last_step(folder) + 30)
-    printed = launch.output.read_text()
-    launch.workers()[0].send_signal(signal.SIGUSR1)
-    assert launch.process.wait(300) != 0
-    step = check_saved(folder)
-    assert launch.output.read_text().removeprefix(printed).count("saving after this step") == 1
+    torchrun = launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command)
+    workers(torchrun)[1].kill()
+    until_step(folder, kit.last_step(folder) + 30)
+    printed = (tmp_path / "output.txt").read_text()
+    workers(torchrun)[0].send_signal(signal.SIGUSR1)
+    assert torchrun.wait(300) != 0
+    check_saved(folder)
+    assert (tmp_path / "output.txt").read_text().removeprefix(printed).count("saving after this step") == 1
 
-    launch = Launch(tmp_path, *TORCHRUN, *command).until_step(step + 30)
-    launch.process.terminate()
-    assert launch.process.wait(300) != 0
+    torchrun = launch(tmp_path, *TORCHRUN, *command)
+    torchrun.terminate()
+    assert torchrun.wait(300) != 0
     check_saved(folder)
     check_resumes(tmp_path, flags, undisturbed)
 
@@ -324,11 +254,11 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     """With one process, accelerate launch dies of SIGTERM and passes nothing on."""
     folder = tmp_path / "run"
     config = kit.REPOSITORY / "accelerate_configs" / "cpu.yaml"
-    command = [kit.REPOSITORY / "train.py", *long_recipe(tiny, folder, max_steps=100_000)]
-    launch = Launch(tmp_path, *ACCELERATE, config, *command).until_step(30)
-    [worker] = launch.workers()
-    launch.process.terminate()
-    assert launch.process.wait(300) == -signal.SIGTERM
+    command = [kit.REPOSITORY / "train.py", *recipe(tiny, max_steps=100_000, output_dir=folder)]
+    accelerate = launch(tmp_path, *ACCELERATE, config, *command)
+    [worker] = workers(accelerate)
+    accelerate.terminate()
+    assert accelerate.wait(300) == -signal.SIGTERM
     kit.until(lambda: run_status.read_status(folder)["status"] == "stopped")
     check_saved(folder)
     assert "the end of the launcher" in run_status.read_status(folder)["reason"]

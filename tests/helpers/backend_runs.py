@@ -59,12 +59,6 @@ def fsdp2_recipe(files, model: str = "llama.yaml", **fields) -> list[str]:
     return recipe(files, model, **values | {"eval_steps": 5, "save_steps": 5} | fields)
 
 
-def command(flags: list[str], folder: Path, world: int = 2) -> tuple[list, list[str]]:
-    """Return (exit codes, what the ranks printed) of a run in `folder`/run under FSDP2."""
-    argv = [*flags, "--output_dir", "run"]
-    return kit.run_command("train.py", *argv, folder=folder, world=world, env=where("fsdp2", world))
-
-
 def at_step(run: kit.Run | Path, number: int) -> Path:
     return getattr(run, "folder", run) / "checkpoints" / f"step_{number:08d}"
 

@@ -24,10 +24,6 @@ def one(files, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("ledger") / "one", *recipe(files)).folder
 
 
-def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-
-
 def test_hash_depends_on_every_id_but_not_on_order_or_split():
     ids = np.random.default_rng(0).permutation(10_000)[:500]
     parts = [batch_plan.hash_ids(part) for part in np.array_split(ids[::-1], 7)]
@@ -39,7 +35,7 @@ def test_hash_depends_on_every_id_but_not_on_order_or_split():
 
 
 def test_ledger_has_a_line_per_step(one):
-    first, *rest = lines(one)
+    first, *rest = map(json.loads, kit.ledger_text(one).splitlines())
     plan = {"examples": 1003, "global_batch_size": 32, "seed": 42}
     assert first == {"step": 0, "after": 0, "data": first["data"], "plan": plan}
     assert len(first["data"]) == 32  # the hash of the prepared rows
@@ -52,7 +48,7 @@ def test_ledger_has_a_line_per_step(one):
 @pytest.mark.parametrize("world, micro_batch", [(2, 32), (3, 3)])
 def test_ledger_does_not_depend_on_processes_or_micro_batches(files, one, tmp_path, world, micro_batch):
     run = kit.run_training(world, tmp_path / "run", *recipe(files, per_device_batch_size=micro_batch))
-    assert lines(run.folder) == lines(one)
+    assert kit.ledger_text(run.folder) == kit.ledger_text(one)
 
 
 def rank_0_everywhere(config, rank, *rest, order=data_loader.training_order):

@@ -34,18 +34,15 @@ def test_flops_are_those_that_pytorch_counts(tied, lora):
 
 
 def test_peak_of_devices():
-    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989
-    assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
+    assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756  # and not the 989 of an H100
     assert peak_tflops("NVIDIA H200", torch.float32) is None
     assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
 
 
 def test_profile_holds_the_steps_that_were_asked_for(tiny, tmp_path):
     flags = kit.flags(**tiny, max_steps=6, global_batch_size=8)
-    plain = kit.run_training(1, tmp_path / "plain", *flags)
     for steps, count in (("2 4", 3), ("5 9", 2)):  # the second one ends with the run
         run = kit.run_training(1, tmp_path / steps[0], *flags, "--profile_steps", *steps.split())
-        assert kit.same(run.weights, plain.weights)
         [trace] = (run.folder / "profile").glob("*.json.gz")
         events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         assert sum(event["name"] == "Optimizer.step#AdamW.step" for event in events) == count

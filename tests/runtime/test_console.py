@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 from tests.helpers import kit
+from tests.helpers.backend_runs import recipe
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TOKENIZERS_", "HF_HUB_DIS"))}
 
 
 def test_lines_in_a_file(files, tmp_path):
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": "run"}
-    fields |= {"validation_file": files / "validation.jsonl", "max_steps": 6, "logging_steps": 2, "eval_steps": 3}
-    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *kit.flags(**fields)]
+    flags = recipe(files, max_steps=6, logging_steps=2, eval_steps=3, output_dir="run")
+    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *flags]
     with open(tmp_path / "out.txt", "wb") as output:
         done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, stdout=output, stderr=output, check=False)
     text = (tmp_path / "out.txt").read_bytes().decode()
