@@ -49,7 +49,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
-    signals = stop_signals.StopSignals(accelerator.process_index, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/stop, …
     dataset.check_same_data(datasets)
     backend = backends.make_backend(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
@@ -64,6 +63,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
+    # From here on a signal, Ctrl-C, the time limit or RUN/stop saves and stops; before, a signal ends the process at once.
+    signals = stop_signals.StopSignals(accelerator.process_index, cfg)
     checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)
     logger = RunLogger(run, start, due, techniques, lr_at)  # prints the plan; metrics.jsonl, console, trackers
 
@@ -75,7 +76,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
-    signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------

@@ -21,7 +21,7 @@ import src
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.distributed.host_group import HangReport
-from src.runtime import exit_codes, run_status
+from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
 
@@ -39,7 +39,7 @@ log = logging.getLogger("run")
 
 
 class StopSignals:
-    """The requests of this rank. Before `begin`, a signal ends the process at once: there is nothing to save yet."""
+    """The requests of this rank. From its construction on, a signal saves and stops instead of ending the process."""
 
     def __init__(self, rank: int, cfg: RunConfig):
         self.rank, self.is_main = rank, rank == 0
@@ -49,18 +49,12 @@ class StopSignals:
         self.hangs = HangReport(self.folder, self.rank, cfg.ddp_timeout)
         self.reason: str | None = None  # why this rank wants to stop
         self.save_requested = False
-        self.is_training = False
         self.step_seconds = 0.0  # of the slowest step
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
         self.first_signal: float | None = None
         self.inbox, self.outbox = _receive_signals()
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
-
-    def begin(self) -> None:
-        """Mark the start of training: from now on a stop saves first."""
-        self.is_training = True
-        self.last_boundary = time.monotonic()
 
     def requests(self) -> list[float]:
         """Return this rank's requests [save, stop], each 0 or 1, to be summed over ranks; call it between two steps."""
@@ -88,10 +82,6 @@ class StopSignals:
 
     def _handle(self, number: signal.Signals) -> None:
         now, name = time.monotonic(), _display_name(number)
-        if not self.is_training:
-            if self.is_main and not another_rank_failed():
-                exit_codes.write_outcome(EXIT_STOPPED, f"Stopped by {name} before the first step.")
-            _exit_early(number)
         if self.first_signal is None:
             self.first_signal = now
             if another_rank_failed():  # in a thread, so that this one notices a second signal
@@ -111,9 +101,8 @@ class StopSignals:
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
-        if self.is_training:
-            self.hangs.check(time.monotonic())
-        if self.is_training and self.is_main:
+        self.hangs.check(time.monotonic())
+        if self.is_main:
             self._poll_requests()
 
     def _poll_requests(self) -> None:

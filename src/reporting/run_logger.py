@@ -34,7 +34,7 @@ class RunLogger:
     """Counts steps on all ranks; writes files and prints on the main process only."""
 
     def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, lr_at: Callable[[int], float]):
-        """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers (a collective)."""
+        """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers."""
         self.run, self.cfg, self.state = run, run.cfg, run.state
         accelerator, is_training = run.backend.accelerator, not due.complete()
         self.is_main, self.folder = accelerator.is_main_process, Path(run.cfg.output_dir)
@@ -59,10 +59,7 @@ class RunLogger:
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
         self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
-        if is_training:
-            # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
-            run.hosts.sum([0.0])
-        else:
+        if not is_training:
             self.say(
                 f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
                 "--output_dir, or --resume never to start over"

@@ -177,10 +177,10 @@ def another_rank_failed() -> bool:
 
 
 def write_outcome(code: int, message: str) -> None:
-    """Write the outcome to status.json, if this process has a run folder.
+    """Write the outcome to status.json, if this process has a run folder, which no other run may have replaced.
 
     The first failure counts: the errors of other ranks may follow from it."""
-    if _run_folder is None:
+    if _run_folder is None or console.has_lost_log():
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
     with suppress(OSError):

@@ -122,7 +122,7 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
 def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
     """Return the requests of a rank that trains, without signal handlers and thread."""
     signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(folder=folder, is_main=False, is_training=True, reason=None, first_signal=None, **values)
+    vars(signals).update(folder=folder, is_main=False, reason=None, first_signal=None, **values)
     return signals
 
 
@@ -135,22 +135,35 @@ def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     assert signals.reason == "SIGTERM"
 
 
-@pytest.mark.parametrize("holder, name", [(train.dataset, "prepare_datasets"), (stop_signals.StopSignals, "begin")])
-def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
-    """While data is prepared, and when the run folder exists."""
-
+def test_signal_while_data_is_prepared(tiny, tmp_path, monkeypatch):
     def slow(*args, **kwargs):
         Path(f"reached_{os.environ['RANK']}").touch()
         time.sleep(600)
 
-    monkeypatch.setattr(holder, name, slow)
+    monkeypatch.setattr(train.dataset, "prepare_datasets", slow)
     ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, world=2)
     kit.until(lambda: {"reached_0", "reached_1"} <= set(os.listdir(tmp_path)))
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.text()
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    status = run_status.read_status(tmp_path / "run")
-    assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
+    assert not (tmp_path / "run").exists()
+
+
+def test_signal_to_one_rank_before_the_first_step(tiny, tmp_path, monkeypatch):
+    """All ranks stop together, as later."""
+    train_batches = train.data_loader.train_batches
+
+    def slow(*args):
+        Path(f"reached_{os.environ['RANK']}").touch()
+        kit.until(Path("go").exists)
+        return train_batches(*args)
+
+    monkeypatch.setattr(train.data_loader, "train_batches", slow)
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, world=2)
+    kit.until(lambda: {"reached_0", "reached_1"} <= set(os.listdir(tmp_path)))
+    ranks.signal(signal.SIGTERM, 1)
+    until_logged(tmp_path / "run", 1)
+    (tmp_path / "go").touch()
+    assert check_stopped(ranks, tmp_path / "run") == 0
 
 
 def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):

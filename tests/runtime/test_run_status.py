@@ -76,6 +76,7 @@ def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
     assert old.wait() == [1, 1], old.text()
     assert "another process trains in" in old.text()
     assert new.wait() == [0, 0], new.text()
+    assert outcome(tmp_path / "run")[0] == "complete"  # the other old rank, which loses its connection, writes nothing
     straight = kit.run_training(2, tmp_path / "straight", *recipe(tiny))
     assert kit.same(kit.Run(tmp_path / "run").weights, straight.weights)
 
