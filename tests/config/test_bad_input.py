@@ -103,6 +103,9 @@ CASES = {
         {"text": "b", "label": "nan"},
         changed=LABELS | {"regression": "true"},
     ),
+    "classes of a regression": rows(
+        "metrics: f1|regression", {"text": "a", "label": 1}, changed=LABELS | {"regression": "true", "metrics": "f1"}
+    ),
     "one label": rows("`label` is 1 in every row", {"text": "a", "label": 1}, changed=LABELS),
     # ---- eval.py
     "checkpoint nowhere": Case("checkpoint: nowhere", SCORES | {"checkpoint": "nowhere"}),

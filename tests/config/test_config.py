@@ -235,3 +235,21 @@ def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
     known = {*declared_options(RunConfig), *declared_options(OPTIONS["causal_lm"]())}
     known |= json.loads(paths.SCHEMA_FILE.read_text())["properties"].keys()  # those of a deleted add-on, too
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, "warmup_steps 3 is ignored"),
+        ({"model_revision": "v2"}, "model_revision v2 is ignored"),
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook fp16 is ignored"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience has no effect"),
+        ({"metric_for_best_model": "wer"}, "metric_for_best_model is wer, and the GREATEST is the best"),
+        ({"greater_is_better": True}, "greater_is_better is ignored"),
+        ({"model_revision": "v2", "model_name_or_path": "org/model"}, ""),
+    ],
+)
+def test_requests_without_effect_are_warned_of(values, words):
+    warnings = list(validation.ignored_requests(RunConfig(**values)))
+    assert len(warnings) == bool(words)
+    assert words in "".join(warnings)

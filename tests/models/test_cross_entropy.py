@@ -88,9 +88,10 @@ def test_mean_with_class_weights_is_that_of_torch():
     assert options.weigh(False, targets.numpy()) == (4, {})
 
 
-def test_invalid_class_weights_are_named():
-    with pytest.raises(UsageError, match=r"class_weights is 1, -1, .* a, b"):
-        ClassCrossEntropy(class_weights=["1", "-1"]).set_classes(["a", "b"])
+@pytest.mark.parametrize("weights", [["1", "-1"], ["0", "0"], ["1"]])
+def test_invalid_class_weights_are_named(weights):
+    with pytest.raises(UsageError, match=rf"class_weights is {', '.join(weights)}, .* a, b"):
+        ClassCrossEntropy(class_weights=weights).set_classes(["a", "b"])
 
 
 TEXTS = ["a cat", "a red cat", "no fox", "a mat"]
