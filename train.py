@@ -36,7 +36,6 @@ def main(argv: list[str]) -> None:
     datasets = dataset.prepare_datasets(cfg, task)  # before the process group exists: cannot time out a collective
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
-    stop_signals.exit_on_signal_while_waiting()
     accelerator = init_accelerator(cfg)
     if cfg.smoke:
         smoke.run(train, cfg, task, datasets, accelerator)  # two short passes through `train`, compared

@@ -125,12 +125,6 @@ class StopSignals:
 
 def exit_on_signal() -> None:
     """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save."""
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: _exit_early(signal.Signals(number)))
-
-
-def exit_on_signal_while_waiting() -> None:
-    """As `exit_on_signal`, but by a thread, for no handler of Python runs while this process waits for other ranks."""
 
     def wait(inbox: socket.socket, outbox: socket.socket) -> None:
         inbox.setblocking(True)
