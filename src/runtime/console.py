@@ -62,17 +62,6 @@ def log_to(file: Path) -> None:
     log.setLevel(logging.INFO)
 
 
-def has_lost_log() -> bool:
-    """Return True if the log file of this process is no longer where it began: its run folder was deleted since."""
-    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
-    try:
-        return not all(
-            os.path.samestat(os.fstat(f.stream.fileno()), os.stat(f.baseFilename)) for f in files if f.stream
-        )
-    except OSError:
-        return True
-
-
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 

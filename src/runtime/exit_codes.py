@@ -40,6 +40,7 @@ def record_exit_in(folder: str | Path) -> None:
     """Choose the run folder where the outcome of this process is written to status.json."""
     global _run_folder
     _run_folder = Path(folder)
+    run_status.see_lock(_run_folder)
 
 
 # ---- exit hooks ------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def write_outcome(code: int, message: str) -> None:
     """Write the outcome to status.json, if this process has a run folder, which no other run may have replaced.
 
     The first failure counts: the errors of other ranks may follow from it."""
-    if _run_folder is None or console.has_lost_log():
+    if _run_folder is None or run_status.was_replaced(_run_folder):
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
     with suppress(OSError):

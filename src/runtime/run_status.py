@@ -44,8 +44,10 @@ def newest_run(parent: Path) -> Path | None:
 
 # ---- lock ------------------------------------------------------------------------------------------------------------
 
-# Run folder -> its lock, which ends with the process, and the identity of the lock file; None: it cannot be locked.
-_locks: dict[Path, tuple[FileLock, os.stat_result] | None] = {}
+_locks: dict[
+    Path, FileLock | None
+] = {}  # run folder -> its lock, which ends with the process; None: it cannot be locked
+_seen: dict[Path, os.stat_result] = {}  # run folder -> the lock file that this process, or another rank, has locked
 
 
 def lock_run_folder(folder: Path, patience: float = 60) -> None:
@@ -81,13 +83,25 @@ def has_lost_lock(folder: Path) -> bool:
     """Return True if a new run has begun in the place of this one after its folder was deleted.
 
     If another file took the place of the lock, and no process holds it, lock that one."""
-    lock = _locks.get(folder.absolute())
-    with suppress(OSError):  # deleted, or the file system does not answer
-        if lock is not None and not os.path.samestat(lock[1], os.stat(_lock_file(folder))):
+    if _locks.get(folder.absolute()) is not None and was_replaced(folder):
+        with suppress(OSError):  # the file system does not answer
             try:
                 _lock(folder, 0)  # a copy took its place, or the disk gives files new numbers
             except Timeout:
                 return True
+    return False
+
+
+def see_lock(folder: Path) -> None:
+    """Remember the lock file of a run folder, if there is one."""
+    with suppress(OSError):
+        _seen[folder.absolute()] = os.stat(_lock_file(folder))
+
+
+def was_replaced(folder: Path) -> bool:
+    """Return True if another file took the place of the lock file that this process remembers."""
+    with suppress(OSError, KeyError):  # deleted, or never seen
+        return not os.path.samestat(_seen[folder.absolute()], os.stat(_lock_file(folder)))
     return False
 
 
@@ -96,7 +110,8 @@ def _lock(folder: Path, timeout: float) -> None:
     # A soft lock would outlive a killed process. Any thread may hold the lock, and forked processes do not keep it.
     lock = FileLock(_lock_file(folder), timeout=timeout, thread_local=False, fallback_to_soft=False)
     lock.acquire()
-    _locks[folder.absolute()] = lock, os.stat(_lock_file(folder))
+    _locks[folder.absolute()] = lock
+    see_lock(folder)
 
 
 def _lock_file(folder: Path) -> Path:
