@@ -1,6 +1,7 @@
 """Hugging Face model folder: weights, tokenizer, shard index; for final/ also the model card and the run's configuration.
 
-Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_best_model.py, tests/distributed/test_fsdp2.py.
+Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_best_model.py,
+tests/distributed/test_fsdp2_checkpoints.py.
 """
 
 import json

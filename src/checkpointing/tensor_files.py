@@ -1,7 +1,7 @@
 """Tensors by name in safetensors files: one file, or one for each rank; read in full or as shards.
 
-Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2.py. The files of all ranks together hold the
-full tensors that one process would write.
+The files of all ranks together hold the full tensors that one process would write.
+Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2_checkpoints.py.
 """
 
 # Why not torch.distributed.checkpoint or accelerate's save_state (torch 2.13, accelerate 1.15): FileSystemWriter pickles its

@@ -1,7 +1,7 @@
 """The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
 Add your own fields here, then run `make schema`, which writes configs/schema.json; no other file has to change.
-Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
+Tests: tests/config/test_config.py, tests/checkpointing/test_run_identity.py.
 """
 
 from dataclasses import dataclass

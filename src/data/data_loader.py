@@ -1,6 +1,6 @@
 """Batches of the batch plan, read ahead by dataloader workers.
 
-Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
+Tests: tests/data/test_data_loader.py and tests/conformance/.
 """
 
 import logging

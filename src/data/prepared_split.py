@@ -1,6 +1,6 @@
 """Prepared rows of one split: memory-mapped, read by row id; columns of Arrow tables; statistics as text.
 
-Tests: tests/data/test_dataset.py, tests/data/test_prepare.py, tests/data/test_media.py and tests/data/test_bad_rows.py.
+Tests: tests/data/test_data_loader.py, tests/data/test_prepare.py, tests/addons/streaming/test_stream_media.py.
 """
 
 from collections.abc import Callable

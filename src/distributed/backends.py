@@ -168,7 +168,7 @@ class Backend:
     def backward(self, module: torch.nn.Module, loss: torch.Tensor, micro: Any) -> None:
         """Run the backward pass of an already scaled loss of `micro`; its gradient is added to `.grad`.
 
-        Call it right after the forward pass and within `step`: it records what that pass did to the buffers."""
+        Call it right after the forward pass and within `accumulation`: it records what that pass did to the buffers."""
         if not micro.dummy:
             self.buffers.record()
         self.run_backward(module, loss)

@@ -100,10 +100,8 @@ class HangReport:
 
     def __init__(self, folder: Path, rank: int, ddp_timeout: float):
         self.file, self.rank, self.patience = folder / "logs" / f"stacks_rank_{rank}.txt", rank, SHARE * ddp_timeout
-        self.began, self.reported = (
-            time.monotonic(),
-            0.0,
-        )  # `reported`: the time of the last progress before the last hang
+        # `reported`: the time of the last progress before the last hang
+        self.began, self.reported = time.monotonic(), 0.0
 
     def check(self, now: float) -> None:
         """Report a hang if the last sum over all ranks (one in every step) was too long before `now`."""

@@ -1,6 +1,6 @@
 """Sharded tensors (DTensor and those of DeepSpeed): detection, gathering, norm, parameter names.
 
-Tests: tests/checkpointing/test_sharded.py.
+Tests: tests/distributed/test_fsdp2.py, tests/addons/backends/test_tensor_parallel.py.
 """
 
 import math

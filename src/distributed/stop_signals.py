@@ -110,9 +110,7 @@ class StopSignals:
         if self.deadline and time.monotonic() + self._seconds_to_stop() > self.deadline:
             self.reason = self.reason or "the time limit"
         if (self.folder / "save").exists():
-            self.save_requested = (
-                True  # before the file is gone, so that a program that waits for this knows that the save will come
-            )
+            self.save_requested = True  # before the file is gone: a program may wait for that
             (self.folder / "save").unlink(missing_ok=True)
         if (self.folder / "stop").exists():
             (self.folder / "stop").unlink(missing_ok=True)

@@ -178,7 +178,7 @@ def another_rank_failed() -> bool:
 
 
 def write_outcome(code: int, message: str) -> None:
-    """Write the outcome to status.json, if this process has a run folder, which no other run may have replaced.
+    """Write the outcome to status.json, if this process has a run folder that no other run has replaced.
 
     The first failure counts: the errors of other ranks may follow from it."""
     if _run_folder is None or run_status.was_replaced(_run_folder):

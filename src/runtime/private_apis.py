@@ -27,7 +27,7 @@ def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 # ---- torch 2.13 ------------------------------------------------------------------------------------------------------
 
-# Activation checkpointing of FSDP2 inserts this into parameter names. Test: tests/checkpointing/test_sharded.py.
+# fsdp_activation_checkpointing of an accelerate file inserts this into parameter names. No test.
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
@@ -66,7 +66,7 @@ def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
 def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
     """Return the slices of a DTensor that this rank holds, so that it reads only these from a file.
 
-    Test: tests/distributed/test_fsdp2.py."""
+    Test: tests/distributed/test_fsdp2_checkpoints.py."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
@@ -121,7 +121,7 @@ def attention_kernel(config: Any) -> str | None:
 
 
 def save_on_every_rank(model: torch.nn.Module) -> None:
-    """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2.py."""
+    """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2_checkpoints.py."""
     model.should_save_on_this_rank = lambda is_main_process: True
 
 

@@ -1,4 +1,4 @@
-"""Files become rows that are read by id: in order, prepared once, the same with or without loader workers."""
+"""Files become rows that are read by id: in order, prepared once."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rows with images and arrays: the objects that `encode` receives, written and read without copies."""
+"""A broken image is named. What `encode` and `collate` get of images: tests/addons/streaming/test_stream_media.py."""
 
 import datasets
 import numpy as np

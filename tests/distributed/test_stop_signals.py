@@ -231,7 +231,7 @@ def workers(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
-    """Nobody would answer the rank, which would wait for the others in vain."""
+    """The rank would wait for others that have ended."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(src, "LAUNCHER_PID", -1)
     with pytest.raises(Stopped, match="the launcher has ended"):

@@ -82,7 +82,7 @@ def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
 
 
 def test_copy_of_the_lock_file_does_not_end_a_run(tmp_path):
-    """As a restored backup, or a disk that gives files new numbers: nobody else trains, so the folder is locked again."""
+    """As a restored backup, or a disk that gives files new numbers: no other process trains, so the folder is locked again."""
     run_status.lock_run_folder(tmp_path)
     file = tmp_path / "logs" / "run.lock"
     Path(shutil.copy(file, tmp_path / "copy")).replace(file)

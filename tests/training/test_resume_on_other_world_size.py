@@ -60,7 +60,7 @@ def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def begins_without_targets(tiny, tmp_path_factory) -> dict:
-    """Rows of which the first step of an epoch gets those of one token, which have no target."""
+    """Rows; the first step of an epoch gets those of one token, which have no target."""
     folder = tmp_path_factory.mktemp("rows")
     ids = set(example_ids(0, 8, 83, 42, 0).tolist())
     rows = [{"input_ids": [1] if i in ids else list(range(2, 12 + i % 9))} for i in range(83)]
