@@ -27,7 +27,8 @@ def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 # ---- torch 2.13 ------------------------------------------------------------------------------------------------------
 
-# fsdp_activation_checkpointing of an accelerate file inserts this into parameter names. No test.
+# fsdp_activation_checkpointing of an accelerate file inserts this into parameter names. Test:
+# tests/distributed/test_fsdp2.py.
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 

@@ -44,7 +44,7 @@ def test_two_ranks_train_the_numbers_of_one_process(fsdp2_alone, fsdp2_two):
 @pytest.mark.parametrize(
     "name, world, keys, fields",
     [
-        ("fsdp2", 3, {}, {}),
+        ("fsdp2", 3, {"fsdp_activation_checkpointing": True}, {}),
         ("hsdp", 4, {"fsdp_cpu_ram_efficient_loading": False}, {}),
         ("fsdp2", 2, {"fsdp_reshard_after_forward": False}, {"sync_each_batch": False, "gradient_checkpointing": True}),
     ],

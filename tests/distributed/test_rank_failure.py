@@ -25,6 +25,7 @@ def recipe(tiny, **fields) -> list[str]:
     "place, rank, error, code, said",
     [
         ((evaluation, "seed_everything", 5), 0, ValueError("a cosmic ray"), 1, "ValueError: a cosmic ray"),
+        ((causal_lm.Task, "collate", 9), 0, ValueError("a cosmic ray"), 1, "ValueError: a cosmic ray"),
         ((causal_lm.Task, "loss", 9), 1, torch.OutOfMemoryError("out of memory"), 1, "half the --per_device"),
         ((train, "optimizer_step", 5), 0, UsageError("train_file: row 7 is bad"), 2, "train_file: row 7 is bad"),
     ],

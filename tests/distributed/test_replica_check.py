@@ -90,6 +90,13 @@ CHANGES = [
 ]
 
 
+def test_digests_see_saved_buffers():
+    layer = torch.nn.BatchNorm1d(3)
+    before = backend_checks.digests(layer)
+    layer.running_mean[0] += 1
+    assert (backend_checks.digests(layer) != before).sum() == 1
+
+
 def test_digest_for_devices_sees_every_change():
     """It runs on a CPU here; the digest for CPUs is xxHash."""
     values = [torch.arange(1.0, 129.0) for _ in CHANGES]
