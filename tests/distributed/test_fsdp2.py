@@ -166,7 +166,7 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
         assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 2
         assert [counts.get("allreduce_", 0) for counts in steps] == [reduced] * 2
         # After those of the start: the vector of DDP, and the number of micro-batches of each rank.
-        assert vectors[2:4] == [9 + world] * 2
+        assert vectors[3:5] == [9 + world] * 2
 
 
 # ---- memory and precision ----------------------------------------------------------------------------------------------

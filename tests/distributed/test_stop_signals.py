@@ -14,7 +14,7 @@ import pytest
 
 import src
 import train
-from src.checkpointing import checkpoint_folder
+from src.checkpointing import checkpoint_folder, resume
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.distributed import stop_signals
@@ -146,6 +146,23 @@ def test_signal_while_data_is_prepared(tiny, tmp_path, monkeypatch):
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.text()
     assert not (tmp_path / "run").exists()
+
+
+def test_signal_while_one_rank_still_loads(tiny, tmp_path, monkeypatch):
+    """The other one does not listen yet: it would save alone, and fail because it loses the connection."""
+    load = resume.Start.load
+
+    def slow(*args):
+        Path(f"reached_{os.environ['RANK']}").touch()
+        time.sleep(600 * int(os.environ["RANK"]))
+        return load(*args)
+
+    monkeypatch.setattr(resume.Start, "load", slow)
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, world=2)
+    kit.until(lambda: {"reached_0", "reached_1"} <= set(os.listdir(tmp_path)))
+    time.sleep(0.5)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [75, 75], ranks.text()
 
 
 def test_signal_to_one_rank_before_the_first_step(tiny, tmp_path, monkeypatch):
