@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ class HangReport:
             return
         self.reported = last_sum
         place = waiting_place()
-        with self.file.open("w") as file:
+        with suppress(OSError), self.file.open("w") as file:  # the message must come even if the disk is full
             faulthandler.dump_traceback(file, all_threads=True)
         warn(
             f"rank {self.rank} has made no progress for {idle:.0f} s; it is in {place}; stacks: {self.file}. The ranks that "

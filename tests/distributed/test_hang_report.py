@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 
 from src.distributed import host_group
 from tests.helpers import kit
@@ -21,3 +22,9 @@ def test_stopped_rank_is_found_by_the_rank_that_waits_for_it(tiny, tmp_path, mon
     ranks.signal(signal.SIGCONT, 1)
     ranks.signal(signal.SIGTERM)
     check_stopped(ranks, tmp_path / "run")
+
+
+def test_report_on_a_disk_that_takes_no_stacks(tmp_path, capfd):
+    report = host_group.HangReport(tmp_path / "deleted", 0, 1)
+    report.check(time.monotonic() + 1)
+    assert "rank 0 has made no progress" in capfd.readouterr().err
