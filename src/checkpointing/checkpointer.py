@@ -57,8 +57,8 @@ class Checkpointer:
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
         if self.writer.world > 1:
             check_shared_folder(self.is_main, self.hosts, self.folder)
-        if self.is_main and not due.complete():
-            resume.archive_stale_outputs(self.folder, start)
+        if not due.complete():  # all ranks end if another run has locked the folder
+            run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.folder, start))
 
     def _now(self) -> tuple[int, int]:
         return self.state.step, self.state.evaluated

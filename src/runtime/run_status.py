@@ -57,7 +57,10 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     if folder.absolute() in _locks:
         return
     _check_links(folder)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir: {folder} cannot be written: {error}") from error
     try:
         try:
             _lock(folder, 0.5)

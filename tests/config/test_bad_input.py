@@ -57,6 +57,7 @@ CASES = {
     "tracker unknown": Case("report_to: |wand|wandb", {"report_to": "wand"}),
     "schedule argument unknown": Case("lr_scheduler_kwargs: |linear|min_lr", {"lr_scheduler_kwargs": '{"min_lr": 1}'}),
     "metric without evaluation": Case("metric_for_best_model|--validation_file", {"metric_for_best_model": "loss"}),
+    "run folder": Case("output_dir: /proc/run cannot be written", {"output_dir": "/proc/run"}),
     "resume nowhere": Case("resume: nowhere|auto, never", {"resume": "nowhere"}),
     "sample without tokenizer": Case("sample_prompt|--tokenizer_name", {"sample_prompt": "def"}),
     # ---- models and tokenizers

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import train
+from src.checkpointing import resume
 from src.runtime import run_status
 from tests.helpers import kit
 from tests.helpers.stopping import begin, check_stopped, recipe
@@ -65,6 +66,29 @@ def test_second_run_in_a_folder_is_refused(tiny, tmp_path, monkeypatch):
     step = check_stopped(first, folder)
     train_steps = [line["step"] for line in kit.timeless(folder) if line["kind"] == "train"]
     assert train_steps == list(range(1, step + 1))
+
+
+def test_two_runs_begin_in_a_new_folder_at_the_same_moment(tiny, tmp_path, monkeypatch):
+    """The second one ends on all ranks, and leaves the status of the first one alone."""
+
+    def archive(*args):
+        Path("chosen").touch()
+        kit.until(Path("go").exists)
+        original(*args)
+
+    original, folder = resume.archive_stale_outputs, tmp_path / "run"
+    flags = recipe(tiny, max_steps=100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
+        patch.setattr(resume, "archive_stale_outputs", archive)
+        second = kit.Ranks("train.py", *flags, "--output_dir", folder, folder=tmp_path / "elsewhere", world=2)
+    kit.until((tmp_path / "elsewhere" / "chosen").exists)
+    first = begin(tmp_path, flags, world=1)
+    (tmp_path / "elsewhere" / "go").touch()
+    assert second.wait() == [2, 2], second.text()
+    assert outcome(folder)[0] == "running"
+    first.signal(signal.SIGTERM)
+    check_stopped(first, folder)
 
 
 def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
