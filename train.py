@@ -62,8 +62,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
-    # From here on a signal, Ctrl-C, the time limit or RUN/stop saves and stops; before, a signal ends the process at once.
-    run.hosts.sum([0.0])  # a barrier: a rank that still loads would end at once, and those that listen would lose it
+    # From here on a signal, Ctrl-C, the time limit or RUN/stop saves and stops. Before, a signal ends its process at once:
+    run.hosts.sum([0.0])  # a barrier, so that no rank listens while another one still loads
     signals = stop_signals.StopSignals(accelerator.process_index, cfg)
     checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)
     logger = RunLogger(run, start, due, techniques, lr_at)  # prints the plan; metrics.jsonl, console, trackers

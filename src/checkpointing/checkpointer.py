@@ -58,7 +58,7 @@ class Checkpointer:
         if self.writer.world > 1:
             check_shared_folder(self.is_main, self.hosts, self.folder)
         if not due.complete():  # all ranks end if another run has locked the folder
-            run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.folder, start))
+            run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.cfg, start))
 
     def _now(self) -> tuple[int, int]:
         return self.state.step, self.state.evaluated

@@ -144,12 +144,16 @@ def belongs(path: Path, output_dir: Path) -> bool:
     return run_id is not None and run_id in map(read_run_id, list_checkpoints(output_dir))
 
 
-def archive_stale_outputs(output_dir: Path, start: Start) -> None:
+def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
     """Rename old outputs that would not fit this run; the main process calls this. Nothing is deleted.
 
-    For a new run these are all outputs, for a resumed run the final model and the checkpoints after its start."""
+    For a new run these are all outputs, for a resumed run the final model and the checkpoints after its start. Raise
+    UsageError if another run has begun and ended in a folder that this one found empty."""
+    output_dir = Path(cfg.output_dir)
     run_status.lock_run_folder(output_dir)
     stale = [output_dir / "final"]
+    if not start.is_same_run and cfg.resume != "never" and list_checkpoints(output_dir):
+        raise UsageError(f"output_dir: another run has begun in {output_dir} meanwhile: run the same command again")
     if start.checkpoint and start.is_same_run:
         step = read_state(start.checkpoint)["progress"]["step"]  # not from the name: a user may have renamed the folder
         stale += [path for path in list_checkpoints(output_dir) if (step_of(path) or 0) > step]

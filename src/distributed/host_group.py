@@ -101,12 +101,11 @@ class HangReport:
 
     def __init__(self, folder: Path, rank: int, ddp_timeout: float):
         self.file, self.rank, self.patience = folder / "logs" / f"stacks_rank_{rank}.txt", rank, SHARE * ddp_timeout
-        # `reported`: the time of the last progress before the last hang
-        self.began, self.reported = time.monotonic(), 0.0
+        self.reported = 0.0  # the time of the last progress before the last hang
 
     def check(self, now: float) -> None:
         """Report a hang if the last sum over all ranks (one in every step) was too long before `now`."""
-        idle = now - max(last_sum, self.began)
+        idle = now - last_sum
         if idle < self.patience or self.reported == last_sum:
             return
         self.reported = last_sum

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
-from src.distributed.stop_signals import exit_on_signal
 from src.runtime import console
 from src.storage.jsonl import strict_json
 from src.tasks import Task
@@ -44,7 +43,6 @@ def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, a
     rows = min(cfg.max_eval_examples or rows, rows)
 
     def run_pass(resume: str) -> Snapshot:
-        exit_on_signal()  # until `train` listens itself
         fresh = copy.copy(task)  # `build` sets attributes
         fresh.cfg = replace(cfg, resume=resume, output_dir=str(folder), max_eval_examples=rows, report_to=[])
         state = train(fresh.cfg, fresh, datasets, accelerator)

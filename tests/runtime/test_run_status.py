@@ -8,6 +8,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 import train
 from src.checkpointing import resume
 from src.runtime import run_status
@@ -68,8 +70,9 @@ def test_second_run_in_a_folder_is_refused(tiny, tmp_path, monkeypatch):
     assert train_steps == list(range(1, step + 1))
 
 
-def test_two_runs_begin_in_a_new_folder_at_the_same_moment(tiny, tmp_path, monkeypatch):
-    """The second one ends on all ranks, and leaves the status of the first one alone."""
+@pytest.mark.parametrize("first_ends", [False, True])
+def test_two_runs_begin_in_a_new_folder_at_the_same_moment(tiny, tmp_path, monkeypatch, first_ends):
+    """The second one ends on all ranks, and leaves the status of the first one alone, though that has ended meanwhile."""
 
     def archive(*args):
         Path("chosen").touch()
@@ -84,11 +87,15 @@ def test_two_runs_begin_in_a_new_folder_at_the_same_moment(tiny, tmp_path, monke
         second = kit.Ranks("train.py", *flags, "--output_dir", folder, folder=tmp_path / "elsewhere", world=2)
     kit.until((tmp_path / "elsewhere" / "chosen").exists)
     first = begin(tmp_path, flags, world=1)
+    if first_ends:
+        first.signal(signal.SIGTERM)
+        check_stopped(first, folder)
     (tmp_path / "elsewhere" / "go").touch()
     assert second.wait() == [2, 2], second.text()
-    assert outcome(folder)[0] == "running"
-    first.signal(signal.SIGTERM)
-    check_stopped(first, folder)
+    assert outcome(folder)[0] == ("stopped" if first_ends else "running")
+    if not first_ends:
+        first.signal(signal.SIGTERM)
+        check_stopped(first, folder)
 
 
 def test_new_run_in_the_place_of_a_deleted_one(tiny, tmp_path):
