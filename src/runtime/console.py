@@ -31,7 +31,6 @@ def prepare() -> None:
         os.environ.update(dict.fromkeys(PROGRESS_BAR_VARIABLES, "1"))
     logging.getLogger().handlers[:] = [_buffered]
     logging.captureWarnings(True)
-    log.setLevel(logging.INFO)
     reroute()
 
 
@@ -60,6 +59,7 @@ def log_to(file: Path) -> None:
     _buffered.setTarget(handler)
     _buffered.flush()
     logging.getLogger().handlers[:] = [handler]
+    log.setLevel(logging.INFO)
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

@@ -143,8 +143,9 @@ def test_one_gradient_reduction_and_one_small_vector_per_step(files, tmp_path):
     for steps, reductions, vectors in kit.spawn(2, _count_reductions, argv, True, out=tmp_path / "out"):
         assert steps == 5
         assert reductions == 5  # accumulation is 8, and each bucket travels once per optimizer step
-        # One number before the first step; nine a step (weight, tokens, padded tokens, examples, ids, requests); the losses of the one train line after a
-        # count of new names; at the end, whether the last save and the final model were written.
+        # One number before the first step; nine a step (weight, tokens, padded tokens, examples, ids, requests); the losses
+        # of the one train line after a count of new names; at the end, whether the last save and the final model were
+        # written.
         assert vectors[:7] == [1] + [9] * 5 + [6]
         assert set(vectors[7:]) == {1}
     mutant = kit.spawn(2, _count_reductions, [*argv, "--resume", "never"], False, out=tmp_path / "mutant")
