@@ -44,10 +44,9 @@ def newest_run(parent: Path) -> Path | None:
 
 # ---- lock ------------------------------------------------------------------------------------------------------------
 
-_locks: dict[
-    Path, FileLock | None
-] = {}  # run folder -> its lock, which ends with the process; None: it cannot be locked
-_seen: dict[Path, os.stat_result] = {}  # run folder -> the lock file that this process, or another rank, has locked
+# Run folder -> its lock, which ends with the process (None: it cannot be locked); the lock file that a rank has locked.
+_locks: dict[Path, FileLock | None] = {}
+_seen: dict[Path, os.stat_result] = {}
 
 
 def lock_run_folder(folder: Path, patience: float = 60) -> None:
