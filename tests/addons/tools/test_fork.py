@@ -22,6 +22,7 @@ KEPT = "tools/ledger"
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A fork with two add-ons; the second one needs another."""
+    kit.need_addon("techniques/asam")
     folder = tmp_path_factory.mktemp("fork") / "crane"
     fork.main([str(folder), "--tasks", "causal_lm", "--addons", KEPT, "techniques/asam", "--name", "crane"])
     return folder
@@ -76,6 +77,7 @@ def test_tests_of_the_copy_pass(copy):
 @pytest.mark.parametrize("names", [["streaming"], ["data"], ["backends/deepspeed"], ["techniques/ema"]], ids=str)
 def test_tests_of_a_copy_need_nothing_that_it_lacks(tmp_path, names):
     """They are collected, and no test of a whole room stays where the room has lost a part."""
+    kit.need_addon(names[0])
     fork.fork(tmp_path / "copy", [], names, "x")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/addons"]
