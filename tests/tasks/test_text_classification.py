@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.text import labels as class_labels
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -106,6 +107,12 @@ def test_class_labels_keep_the_order_of_their_names(folder):
     task, splits = kit.open_data(**{k: v for k, v in fields.items() if not k.endswith("_file")})
     assert task.labels == names
     assert [row["label"] for row in kit.all_rows(splits["validation"])] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("values", [[1.5, 2.5], [b"a", b"b"], [-100, 1]])
+def test_values_that_are_no_labels_are_refused(values):
+    with pytest.raises(UsageError, match="train data: `label` holds "):
+        class_labels.labels_of_data(RunConfig(), values, None, "label", "train")
 
 
 def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):

@@ -2,11 +2,15 @@
 
 import json
 import random
+import signal
+import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from src.tasks import causal_lm
 from tests.helpers import kit, plain_task
 
@@ -102,6 +106,19 @@ def command_of_fork(tiny, folder, kind: type, world: int = 1, **fields) -> tuple
     argv = kit.flags(**tiny, **values, **fields)
     with plain_task.registered(types.SimpleNamespace(Options=causal_lm.Options, Task=kind), "fork"):
         return kit.run_command("train.py", *argv, folder=folder, world=world)
+
+
+def test_signal_between_two_passes_ends_the_test(plain, tmp_path, monkeypatch):
+    def slow(*args):
+        Path("reached").touch()
+        time.sleep(600)
+
+    monkeypatch.setattr(train.smoke, "snapshot", slow)
+    flags = plain_task.flags(plain, per_device_batch_size=4, smoke=True, output_dir="run")
+    ranks = kit.Ranks("train.py", *flags, folder=tmp_path)
+    kit.until((tmp_path / "reached").exists)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait(60) == [75], ranks.text()
 
 
 @pytest.mark.parametrize(
