@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +26,8 @@ import yaml
 import train
 from benchmarks.forked_ranks import in_ranks
 from benchmarks.plain import Plain, direct_loss, labels_loss
+from benchmarks.plain_steps import steps_in_memory
 from src.config.paths import REPOSITORY
-from src.data.batch_plan import PlanConfig, training_order
-from src.data.data_loader import BatchReader, group_by_step
 
 LOGGING_STEPS = 10
 BARS = {"10 ms": 0.93, "200 ms": 0.97, "start": 1.05}
@@ -139,26 +137,6 @@ def summary(ours: list[float], plain: list[float], unit: str, ratios: list[float
         "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         "blocks": len(ratios),
     }
-
-
-def steps_in_memory(run, task, split, accelerator) -> Iterator[tuple[list[dict], float]]:
-    """Yield (batches of this rank, weight on all ranks) for every step of the batch plan."""
-    ranks = accelerator.num_processes
-    config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
-    orders = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
-    steps = [group_by_step(map(BatchReader(split, task, training=True).__getitem__, order)) for order in orders]
-    while True:
-        step = [next(batches)[0] for batches in steps]
-        weight = sum(batch.weight for batches in step for micro, batch in batches if not micro.dummy)
-        yield [for_plain(split, *item) for item in step[accelerator.process_index]], weight
-
-
-def for_plain(split, micro, batch) -> dict[str, torch.Tensor]:
-    """Return the inputs of the plain loop for a micro-batch."""
-    ids, lengths = batch.inputs["input_ids"], torch.from_numpy(split.lengths[micro.ids].astype(np.int64))
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "targets": batch.inputs["targets"]}
 
 
 def check_same(losses: dict, every: int) -> None:
