@@ -1,8 +1,8 @@
 """Raw rows of a source: read by `datasets`, converted to Arrow in its cache, memory-mapped; no row is misread silently.
 
 Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV files are read by csv_reader.py; a column of JSON
-that has another type after the first chunk of a file is an error, because `datasets` would write the texts of that chunk in
-quotes; dates in a column of text stay as they are written. The byte order mark of a text is removed.
+that has another type after the first chunk of a file is an error, because `datasets` would write the texts of that
+chunk in quotes; dates in a column of text stay as they are written. The byte order mark of a text is removed.
 
 Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
 """

@@ -124,7 +124,9 @@ class StopSignals:
 
 
 def exit_on_signal() -> None:
-    """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save."""
+    """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save.
+
+    A thread does it, because no handler of Python runs while this process waits for other ranks."""
 
     def wait(inbox: socket.socket, outbox: socket.socket) -> None:
         inbox.setblocking(True)

@@ -124,7 +124,8 @@ class ClassCrossEntropy(CrossEntropy):
                 return
         raise UsageError(
             f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes: give a number of 0 or "
-            f"more for each, not all 0, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams and no pixels"
+            f"more for each, not all 0, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams "
+            "and no pixels"
         )
 
     def weigh(
