@@ -37,7 +37,7 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     ]
     if errors:
         raise UsageError(list_errors(errors))
-    for text in ignored_requests(cfg) if training else ():
+    for text in ignored_requests(cfg, options) if training else ():
         warn(text)
 
 
@@ -130,7 +130,7 @@ def usable_schedule(cfg: RunConfig) -> Iterator[str]:
         yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
-def ignored_requests(cfg: RunConfig) -> Iterator[str]:
+def ignored_requests(cfg: RunConfig, options: Any) -> Iterator[str]:
     """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
     if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
@@ -138,6 +138,8 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
         yield f"model_revision {cfg.model_revision} is ignored: it is that of model_name_or_path, which is not given"
     if cfg.ddp_comm_hook != "no" and os.environ.get("WORLD_SIZE", "1") == "1":
         yield f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored on one process"
+    if cfg.attn_implementation == "varlen" and not getattr(options, "packing", False):
+        yield "attn_implementation varlen computes what sdpa does: it is made for packed rows (--packing true)"
     if cfg.early_stopping_patience and not cfg.eval_steps:
         yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
     name, _ = best_by(cfg)
