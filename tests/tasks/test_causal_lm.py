@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UsageError
@@ -143,6 +144,16 @@ def test_varlen_refuses_what_it_would_ignore(option):
     x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([[4]]), 4)
     with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
         varlen_attention(None, x, x, x, **options | option)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_varlen_gives_the_kernel_of_a_gpu_what_it_takes(key_heads):
+    """Of tensors without memory, so that no GPU is needed; tests/gpu computes it."""
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, key_heads))
+        bounds = document_bounds(torch.empty(2, 3, dtype=torch.int32, device="cuda"), 8)
+        out, _ = varlen_attention(None, query.float(), key.float(), key, None, sliding_window=4, **bounds)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 16), torch.bfloat16, "cuda")
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
