@@ -59,7 +59,8 @@ class CompiledOnAccelerators:
         """Return what the function returns, compiled if `compiles` was true for such arguments."""
         if self.compiled is None or len(arguments[0]) < 2:  # torch would compile again for no row, and for one
             return self.function(*arguments)
-        return self.compiled(*arguments)
+        with torch.compiler.set_stance("default"):  # an evaluation tells torch to run layers uncompiled
+            return self.compiled(*arguments)
 
     def compiles(self, *arguments: Any) -> bool:
         """Return whether calls with such arguments, and any number of rows, are compiled. Compile at the first one."""
@@ -88,7 +89,7 @@ class CompiledOnAccelerators:
         self.compiled = self.compiled or private_apis.compile_for_any_rows(self.function)
         rows = [torch.zeros(self.FIRST_ROWS, *x.shape[1:], dtype=x.dtype, device=x.device) for x in arguments[:2]]
         inputs = [zeros.requires_grad_(x.requires_grad) for zeros, x in zip(rows, arguments[:2], strict=True)]
-        loss = self.compiled(*inputs, *arguments[2:])["loss"]
+        loss = self(*inputs, *arguments[2:])["loss"]
         if loss.requires_grad:
             sources = [x for x in (*inputs, *arguments[2:]) if torch.is_tensor(x) and x.requires_grad]
             torch.autograd.grad(loss, sources)

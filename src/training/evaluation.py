@@ -226,7 +226,7 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
 @contextmanager
 def _evaluating(module: torch.nn.Module, cfg: RunConfig) -> Iterator[None]:
     """Within, the module is in evaluation mode, and compiled layers run in eager mode, so that eval.py gets the same
-    loss and evaluation compiles no graph."""
+    loss and evaluation compiles no layer."""
     training = module.training
     module.eval()
     with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():

@@ -39,7 +39,7 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu", script: 
 
     A forked process cannot use a GPU that its parent has used, so each training is a command."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    environment["PYTHONPATH"] = str(kit.REPOSITORY)
+    environment["PYTHONPATH"] = os.pathsep.join([str(kit.REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
     command = [str(kit.REPOSITORY / script), *flags, "--output_dir", str(folder)]
     done = subprocess.run(
@@ -145,8 +145,8 @@ def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
 
 
 def test_evaluation_uses_the_kernels_of_training(recipe, tmp_path):
-    """Products in TF32, and attention of rows of many lengths without cuDNN, also in eval.py."""
-    run = launched(tmp_path / "run", recipe(tf32=True))
+    """Products in TF32, attention of rows of many lengths without cuDNN, layers uncompiled and the loss compiled."""
+    run = launched(tmp_path / "run", recipe(tf32=True, compile=True))
     launched(run.folder, ["--checkpoint", str(run.folder)], script="eval.py")
     evaluated = json.loads((run.folder / "eval.json").read_text())
     assert evaluated["loss"] == run.kind("eval")[-1]["loss"]
