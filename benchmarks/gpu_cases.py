@@ -71,7 +71,7 @@ CASES = {
     "packed_flex": packed(attn_implementation="flex_attention"),
     "cpu_equal": Case(M12, 128, 8, 32, 20, 5, compile=False, rounds=3),
     "cpu_ragged": Case(M12, 512, 8, 16, 15, 5, ragged=True, compile=False, rounds=3),
-    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 16, 20, 5, lora=True),
+    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 20, 5, lora=True),
 }
 
 

@@ -65,16 +65,18 @@ class Clock:
 
         self.cuda = torch.cuda if torch.cuda.is_available() else None
         self.times: dict[int, float] = {}
+        self.peak = 0.0
 
     def step_done(self, step: int) -> None:
         if step % EVERY == 0:
             if self.cuda:
                 self.cuda.synchronize()
+                # Read here, because each train line of train.py resets it.
+                self.peak = max(self.peak, self.cuda.max_memory_allocated() / 2**30)
             self.times[step] = time.time()
 
     def report(self) -> None:
-        peak = self.cuda.max_memory_allocated() / 2**30 if self.cuda else None
-        print(json.dumps({"times": self.times, "peak_gib": peak}))
+        print(json.dumps({"times": self.times, "peak_gib": self.peak or None}))
 
 
 # ---- the three programs ------------------------------------------------------------------------------------------------
