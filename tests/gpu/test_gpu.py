@@ -1,6 +1,6 @@
 """What only a GPU can show: precisions, fused updates, compiled layers, pinned copies, kernels of attention.
 
-Skipped where there is no GPU; on one: make test-gpu.
+Skipped where there is no GPU; on one: make test-gpu ARGS='-n 8', because each of 19 trainings mostly starts.
 """
 
 import json
