@@ -73,9 +73,9 @@ class CompiledOnAccelerators:
         shapes = [x.shape for x in arguments[2:] if torch.is_tensor(x)]
         case = (precision, torch.is_grad_enabled(), *inputs, *shapes)
         if case not in self.tried:
-            self.tried.add(case)
             try:
                 self._compile(*arguments)
+                self.tried.add(case)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:

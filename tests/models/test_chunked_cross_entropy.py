@@ -208,6 +208,25 @@ def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp
     assert "torch.compile failed" in line
 
 
+def test_a_first_call_that_lacks_memory_is_made_again():
+    """per_device_batch_size auto goes on with fewer rows, which must not decide what is compiled."""
+    compiled, rows = CompiledOnAccelerators(chunked_cross_entropy._sums_of_rows.function, uncompiled_devices=()), []
+
+    def lacks_memory_once(hidden, *others):
+        rows.append(len(hidden))
+        if len(rows) == 1:
+            raise torch.OutOfMemoryError
+        return compiled.function(hidden, *others)
+
+    compiled.compiled = lacks_memory_once
+    hidden, weight, bias, targets = make(50)
+    arguments = (hidden, targets, weight, bias, PLAIN, True)
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled.compiles(*arguments)
+    assert compiled.compiles(*arguments)
+    assert rows == [CompiledOnAccelerators.FIRST_ROWS] * 2
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 ROWS, WIDE = 1024, 4096
