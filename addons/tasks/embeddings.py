@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
@@ -27,7 +28,7 @@ from src.text.labels import require_columns
 from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
-TIE = 1e-5  # cosine similarities closer than this are equal: two rows may have the same text
+TIE = 1e-5  # cosine similarities closer than this are equal
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Task(BatchLossTask):
         lengths = [len(text) for text in texts]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         padded = pad_columns([{"input_ids": text} for text in texts], {"input_ids": self.tokenizer.pad_token_id}, width)
+        padded["texts"] = np.array([xxhash.xxh3_64_intdigest(text.astype(np.int32)) >> 1 for text in texts])
         inputs = {name: torch.from_numpy(ids).unflatten(0, (len(rows), -1)) for name, ids in padded.items()}
         return Batch(inputs, weight=len(rows), tokens=sum(lengths), padded_tokens=len(texts) * width)
 
@@ -113,8 +115,7 @@ class Task(BatchLossTask):
     def _logit_scale(self, weights: str | None, dtype: torch.dtype) -> torch.nn.Parameter:
         """Return the learned scale: its value in `weights`, else in the pretrained model, else that of the options.
 
-        `save_pretrained` writes it, but `from_pretrained` ignores it. FSDP2 cannot shard a scalar, so it has one
-        dimension."""
+        `save_pretrained` writes it, but `from_pretrained` ignores it. FSDP2 cannot shard a scalar: one dimension."""
         name = self.cfg.model_name_or_path
         folder = locate(weights) if weights else name and model_folder(self.cfg, name)
         value = torch.full((1,), -math.log(self.options.temperature))
@@ -135,15 +136,16 @@ class Task(BatchLossTask):
         pooled = hidden[:, 0] if self.options.pooling == "cls" else mean
         texts = F.normalize(pooled, dim=-1).unflatten(0, (-1, len(self.columns)))
         scale = model.logit_scale.exp() if self.options.learn_temperature else 1 / self.options.temperature
-        return {"vectors": torch.cat([texts[:, :1] * scale, texts[:, 1:]], 1)}
+        numbers = {} if model.training else {"texts": inputs["texts"]}  # equal for equal texts
+        return {"vectors": torch.cat([texts[:, :1] * scale, texts[:, 1:]], 1)} | numbers
 
     def batch_loss(self, vectors: dict[str, torch.Tensor], weight: float) -> dict[str, torch.Tensor]:
         texts = vectors["vectors"]
         return {"loss": info_nce(texts[:, 0], texts[:, 1:])}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        texts = torch.from_numpy(rows["vectors"])
-        return retrieval_metrics(texts[:, 0], texts[:, 1:])
+        vectors, texts = (torch.from_numpy(rows[name]) for name in ("vectors", "texts"))
+        return retrieval_metrics(vectors[:, 0], vectors[:, 1:], texts[:, 1:])
 
 
 # ---- the loss and the metrics ------------------------------------------------------------------------------------------
@@ -161,15 +163,16 @@ def info_nce(anchors: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return (loss + F.cross_entropy(logits[:, : len(rows)].T, rows, reduction="sum")) / 2
 
 
-def retrieval_metrics(anchors: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+def retrieval_metrics(anchors: torch.Tensor, others: torch.Tensor, texts: torch.Tensor) -> dict[str, float]:
     """Return recall at 1 and 10 and mean reciprocal rank of each anchor's positive among the others of all rows.
 
-    Takes the shapes of `info_nce`, in O(rows²) time. Others that are as similar as the positive do not count."""
+    Takes the shapes of `info_nce`, in O(rows²) time. `texts`: numbers, equal for equal others. One with the text of the
+    positive does not count; other texts that are as similar stand before it: vectors that are all alike find nothing."""
     candidates, ranks = others.flatten(0, 1), []
     size = max(1, CHUNK_ELEMENTS // len(candidates))
-    for part, positives in zip(anchors.split(size), others[:, 0].split(size), strict=True):
-        similarity = (part * positives).sum(-1, keepdim=True) + TIE * part.norm(dim=-1, keepdim=True)
-        ranks.append(1 + (part @ candidates.T > similarity).sum(1))
+    for part, positives, own in zip(*(x.split(size) for x in (anchors, others[:, 0], texts[:, :1])), strict=True):
+        similarity = (part * positives).sum(-1, keepdim=True) - TIE * part.norm(dim=-1, keepdim=True)
+        ranks.append(1 + (~(part @ candidates.T < similarity) & (texts.flatten() != own)).sum(1))
     rank = torch.cat(ranks).double()
     recall = {f"recall_at_{k}": (rank <= k).double().mean().item() for k in (1, 10)}
     return recall | {"mrr": (1 / rank).mean().item()}

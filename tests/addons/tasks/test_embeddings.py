@@ -87,15 +87,20 @@ def test_ranks_by_hand_and_equal_texts_are_ties(monkeypatch, chunk):
     monkeypatch.setattr(contrastive, "CHUNK_ELEMENTS", chunk)
     vectors = torch.nn.functional.normalize(torch.randn(31, 3, 5, dtype=torch.float64), dim=-1)
     vectors[7, 1] = vectors[3, 1] + 1e-9  # the same text in another row, up to rounding
-    ranks = []
+    texts, ranks = torch.arange(62).view(31, 2), []
+    texts[7, 0] = texts[3, 0]
     for i in range(31):
         own = vectors[i, 0] @ vectors[i, 1]
         better = [(vectors[i, 0] @ other).item() > own + 1e-6 for row in vectors for other in row[1:]]
         ranks.append(1 + sum(better))
-    found = contrastive.retrieval_metrics(vectors[:, 0] * 20, vectors[:, 1:])
+    found = contrastive.retrieval_metrics(vectors[:, 0] * 20, vectors[:, 1:], texts)
     assert found["mrr"] == pytest.approx(np.mean(1 / np.array(ranks)), rel=1e-12)
     assert found["recall_at_1"] == np.mean(np.array(ranks) <= 1)
     assert found["recall_at_10"] == np.mean(np.array(ranks) <= 10)
+    for alike in (torch.ones_like(vectors), torch.full_like(vectors, torch.nan)):  # a model that has collapsed
+        found = contrastive.retrieval_metrics(alike[:, 0], alike[:, 1:], texts)
+        assert (found["recall_at_1"], found["recall_at_10"]) == (0, 0)
+        assert found["mrr"] < 0.02
 
 
 def test_evaluation_by_hand(folder, tmp_path):
@@ -105,11 +110,15 @@ def test_evaluation_by_hand(folder, tmp_path):
     scale = math.exp(run.weights["logit_scale"].item())
     assert abs(scale - 20) > 0.1  # trained, from a temperature of 0.05
     model = AutoModel.from_pretrained(run.folder / "final").eval()
-    vectors = vectors_by_hand(folder, model, texts_of(folder, "validation.jsonl"))
+    rows = texts_of(folder, "validation.jsonl")
+    vectors, others = vectors_by_hand(folder, model, rows), [row[1:] for row in rows]
+    found = dict.fromkeys(text for row in others for text in row)
+    names = torch.tensor([[[*found].index(text) for text in row] for row in others])
+    assert len(names.unique()) < names.numel()  # some rows have a text of another row
     blocks = [(vectors[a : a + 10, 0] * scale, vectors[a : a + 10, 1:]) for a in (0, 10, 20)]
     line = run.kind("eval")[-1]
     assert line["loss"] == pytest.approx(sum(loss_by_hand(*(v.numpy() for v in b)) for b in blocks) / 21, rel=1e-9)
-    by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:])
+    by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:], names)
     assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
     assert 0 < line["mrr"] < 1
 
