@@ -14,13 +14,12 @@ class EMA(Technique):
     """Average the weights after each update: average = decay * average + (1 - decay) * weights.
 
     Reference: Polyak and Juditsky 1992; torch.optim.swa_utils and timm's ModelEmaV3, which average buffers, too. The
-    average begins with the initial weights. A skipped update leaves it unchanged, and the host does not wait to
-    know."""
+    average begins with the initial weights. A skipped update leaves it unchanged, without waiting."""
 
     order = 71
 
     decay: float = option("share of the average that an update keeps", 0.999, min=0, below=1)
-    warmup: bool = option("decay at most (1 + n) / (10 + n) after n updates, as in TensorFlow and timm", False)
+    warmup: bool = option("decay at most (1 + n) / (10 + n) after n updates, as in TensorFlow", False)
     final: bool = option("final/ holds the average instead of the weights of training", False)
 
     copies = 1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from addons.tasks.image_classification.decoding import MODES
-from src.config.errors import UsageError
+from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.models.config_and_tokenizer import model_folder
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FILE = "preprocessor_config.json"
 BILINEAR, BICUBIC = 2, 3
 DEFAULT_SIZE = 224
+NOT_DONE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_reduce_labels")  # of some models
 
 
 @dataclass
@@ -87,12 +88,16 @@ def read_image_processor(cfg: RunConfig, config: "PreTrainedConfig", options: An
     channels = getattr(config, "num_channels", None) or timm.get("input_size", [3])[0]
     if channels not in MODES:
         raise UsageError(f"num_channels of the model is {channels}: images have 1 (gray) or 3 (RGB)")
+    if not values.get("do_normalize", not values.get("do_flip_channel_order")):  # pixels from 0 to 1
+        values = values | {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
+    if other := [name for name in NOT_DONE if values.get(name)]:
+        warn(f"{FILE} has {', '.join(other)}, which is not done: the model has seen other pixels or labels")
     mean = options.image_mean or values.get("image_mean") or [0.5] * channels
     std = options.image_std or values.get("image_std") or [0.5] * channels
     for name, numbers in (("image_mean", mean), ("image_std", std)):
         if len(numbers) != channels or (name == "image_std" and min(numbers) <= 0):
             raise UsageError(f"{name} is {numbers}: give {channels} numbers, one for each channel of the model")
-    resized, cropped = _side(values.get("size")), _side(values.get("crop_size"))
+    resized, cropped = _side(values.get("size")), values.get("do_center_crop", True) and _side(values.get("crop_size"))
     model_size = _side(getattr(config, "image_size", None))
     size = options.image_size or cropped or resized or model_size or DEFAULT_SIZE
     shorter_side = resized if resized and cropped and not options.image_size else size

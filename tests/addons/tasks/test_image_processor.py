@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, MobileViTImageProcessorPil
 
 from addons.tasks.image_classification.image_processor import (
     FILE,
@@ -55,6 +55,7 @@ def test_models_of_timm_say_it_in_their_configuration():
         ({"size": {"shortest_edge": 256}, "crop_size": 224}, {}, (224, 256)),
         ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}, {"image_size": 96}, (96, 96)),
         ({"size": 48}, {}, (48, 48)),
+        ({"size": 48, "crop_size": 60, "do_center_crop": False}, {}, (48, 48)),
     ],
 )
 def test_sizes(tmp_path, values, options, expected):
@@ -64,3 +65,17 @@ def test_sizes(tmp_path, values, options, expected):
     assert (found.size, found.shorter_side) == expected
     assert (found.mean, found.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert config.image_size == found.size
+
+
+def test_file_of_a_model_that_sees_other_pixels(tmp_path, capsys):
+    """Its pixels are not normalized, and in another order of colors, which is not done here."""
+    sides = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    theirs, field = MobileViTImageProcessorPil(**sides), "do_flip_channel_order"
+    theirs.save_pretrained(tmp_path)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    cfg = RunConfig(model_name_or_path=str(tmp_path))
+    processor = read_image_processor(cfg, SimpleNamespace(num_channels=3), SimpleNamespace(**NONE))
+    inputs = {"pixels": torch.from_numpy(stack([image]))} | processor.scale(torch.float32)
+    expected = theirs(image, return_tensors="pt")["pixel_values"].flip(1)
+    assert torch.allclose(normalize(torch.nn.Linear(1, 1), inputs), expected, atol=1e-6)
+    assert f"{FILE} has {field}, which is not done" in capsys.readouterr().err
