@@ -167,7 +167,7 @@ def retrieval_metrics(anchors: torch.Tensor, others: torch.Tensor, texts: torch.
     """Return recall at 1 and 10 and mean reciprocal rank of each anchor's positive among the others of all rows.
 
     Takes the shapes of `info_nce`, in O(rows²) time. `texts`: numbers, equal for equal others. One with the text of the
-    positive does not count; other texts that are as similar stand before it: vectors that are all alike find nothing."""
+    positive does not count; other texts as similar stand before it, so vectors that are all alike find nothing."""
     candidates, ranks = others.flatten(0, 1), []
     size = max(1, CHUNK_ELEMENTS // len(candidates))
     for part, positives, own in zip(*(x.split(size) for x in (anchors, others[:, 0], texts[:, :1])), strict=True):

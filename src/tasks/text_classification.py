@@ -33,8 +33,8 @@ class Options(cross_entropy.ClassCrossEntropy):
     label_column: str = option("column of the label", "label", from_checkpoint=True)
     regression: bool = option("predict a number: squared error, mse, mae", False, from_checkpoint=True)
     metrics: list[str] = option(
-        "further metrics: f1, pearson, spearman; files of addons/metrics/evaluate/; Hub names or script paths (code: needs "
-        "trust_remote_code); or none (default: f1, or pearson and spearman with regression)",
+        "further metrics: f1 (mean over classes), pearson, spearman; files of addons/metrics/evaluate/; Hub names or "
+        "script paths (code: needs trust_remote_code); or none (default: f1, or pearson and spearman with regression)",
         [],
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,

@@ -68,8 +68,8 @@ class Options(ClassCrossEntropy):
     )
     r_drop_alpha: float = r_drop_option()
     metrics: list[str] = option(
-        "metrics besides accuracy: f1; files of addons/metrics/evaluate/; Hub names or script paths (code: needs "
-        "trust_remote_code); or none",
+        "metrics besides accuracy: f1 (mean over classes); files of addons/metrics/evaluate/; Hub names or script "
+        "paths (code: needs trust_remote_code); or none",
         ["f1"],
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,

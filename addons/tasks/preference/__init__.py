@@ -36,7 +36,7 @@ class Options:
         "scale of the log-ratios: higher keeps the model nearer to the reference", 0.1, above=0, from_checkpoint=True
     )
     preference_loss: str = option(
-        "sigmoid (DPO) or ipo ((log-ratio difference − 1 / (2 beta))²)",
+        "sigmoid (DPO) or ipo ((log-ratio difference − 1 / (2 beta))², of whole completions, not by token as TRL)",
         "sigmoid",
         choices=("sigmoid", "ipo"),
         from_checkpoint=True,
