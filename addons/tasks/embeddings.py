@@ -6,6 +6,7 @@ change with the micro-batch or the number of processes. Tests: tests/addons/task
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,14 @@ class Task(BatchLossTask):
 
     def load(self) -> None:
         o = self.options
-        encoder = load_text_encoder(self.cfg, o.max_length)
-        self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(self.cfg, o.max_length)
         if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
+        name = self.cfg.model_name_or_path
+        file = Path(model_folder(self.cfg, name), "1_Pooling/config.json") if name else None  # of sentence-transformers
+        same = rf'"pooling_mode(_{o.pooling}_\w+": true|": "{o.pooling}")'  # in older files, in newer ones
+        if file and file.exists() and not re.search(same, file.read_text()):
+            warn(f"pooling is {o.pooling}, but {file} of the model says otherwise")
         self.config.use_cache = False
         self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
 
@@ -88,8 +93,7 @@ class Task(BatchLossTask):
                 raise UsageError(f"{locations[int(lengths[i].argmin())]}: `{column}` has no tokens")
         # All texts of a row are padded to the longest one, and the length is what a forward pass computes.
         length = lengths.max(0) * len(self.columns)
-        counts = {"length": length.tolist(), "targets": [1] * len(length), "cut": truncated.tolist()}
-        return columns | counts
+        return columns | {"length": length.tolist(), "targets": [1] * len(length), "cut": truncated.tolist()}
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         texts = [row[f"ids_{i}"] for row in rows for i in range(len(self.columns))]
@@ -174,5 +178,4 @@ def retrieval_metrics(anchors: torch.Tensor, others: torch.Tensor, texts: torch.
         similarity = (part * positives).sum(-1, keepdim=True) - TIE * part.norm(dim=-1, keepdim=True)
         ranks.append(1 + (~(part @ candidates.T < similarity) & (texts.flatten() != own)).sum(1))
     rank = torch.cat(ranks).double()
-    recall = {f"recall_at_{k}": (rank <= k).double().mean().item() for k in (1, 10)}
-    return recall | {"mrr": (1 / rank).mean().item()}
+    return {f"recall_at_{k}": (rank <= k).double().mean().item() for k in (1, 10)} | {"mrr": (1 / rank).mean().item()}

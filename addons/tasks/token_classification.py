@@ -41,9 +41,8 @@ class Task(base.Task):
     labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
-        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
-            self.cfg, self.options.max_length
-        )
+        encoder = load_text_encoder(self.cfg, self.options.max_length)
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         if not self.tokenizer.is_fast:
             raise UsageError("token_classification needs a fast tokenizer, which reports the characters of each token")
         if self.cfg.model_name_or_path:

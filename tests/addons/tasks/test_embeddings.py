@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertTokenizerFast
 
 from addons.tasks import embeddings as contrastive
 from tests.conformance.recipes import BERT
@@ -129,3 +129,19 @@ def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys
     del fields["negative_column"]
     kit.open_data(**fields)
     assert "the column negative is not used: give --negative_column negative" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mode", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}]
+)
+def test_other_pooling_than_that_of_sentence_transformers_is_warned_about(folder, tmp_path, capsys, mode):
+    model = tmp_path / "model"
+    AutoModel.from_config(AutoConfig.for_model(**BERT, vocab_size=18)).save_pretrained(model)
+    AutoTokenizer.from_pretrained(folder / "tokenizer").save_pretrained(model)
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling/config.json").write_text(json.dumps({"embedding_dimension": 32, "include_prompt": True} | mode))
+    fields = recipe(folder, model_name_or_path=model)
+    del fields["model_config"], fields["tokenizer_name"]
+    for pooling in ("cls", "mean"):
+        kit.open_data(**fields, pooling=pooling)
+        assert ("pooling is mean, but" in capsys.readouterr().err) == (pooling == "mean")
