@@ -115,7 +115,8 @@ class Technique:
         """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped
         by its norm. It has no loss scale (fp16). Keep what is not finite, so that the update is skipped.
 
-        `self.run.state` has the step and its learning rate. Afterwards the weights are updated."""
+        `self.run.state` has the step and its learning rate. The weights before the update are here for the last
+        time."""
 
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.

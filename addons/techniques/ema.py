@@ -14,7 +14,8 @@ class EMA(Technique):
     """Average the weights after each update: average = decay * average + (1 - decay) * weights.
 
     Reference: Polyak and Juditsky 1992; torch.optim.swa_utils and timm's ModelEmaV3, which average buffers, too. The
-    average begins with the initial weights. A skipped update leaves it unchanged, without waiting."""
+    average begins with the initial weights. A skipped update leaves it unchanged, and the host does not wait to
+    know."""
 
     order = 71
 

@@ -19,7 +19,8 @@ class GradientNoise(Technique):
     """Add Gaussian noise of variance eta / (1 + t) ** gamma to the gradient of the global batch; t counts updates.
 
     The noise of a parameter depends on (seed, step, its name) only. Each process draws it for the whole model, and a
-    sharded one takes its shard, with the memory of the largest parameter. GPU and CPU draw different numbers."""
+    sharded one takes its shard: no communication, but the memory of the largest parameter once more. A GPU and a CPU
+    draw different numbers."""
 
     order = 51
 

@@ -11,7 +11,8 @@ from src.config.fields import option
 class GradientNormPenalty(SAM):
     """Train on loss + alpha · rho · ‖g‖, by (1 − alpha) g(w) + alpha g(w + rho · g / ‖g‖).
 
-    Reference: Zhao et al. 2022, arXiv 2202.03599. It needs no second derivative, so it works sharded and compiled."""
+    Reference: Zhao et al. 2022, arXiv 2202.03599. No second derivative is needed, so it works sharded, compiled and
+    with accumulation."""
 
     order = 22
 

@@ -75,7 +75,8 @@ class HardestRows:
     """The loss of the hardest rows as a loss over the global batch, as BatchLossTask has it.
 
     The task's `row_losses(model, inputs)` returns `loss` and `weight` of each row in training, (rows,), which add up to
-    the `loss` that its `loss` returns and to the batch's weight; src/models/chunked_cross_entropy.py has them."""
+    the `loss` that its `loss` returns and to the batch's weight; src/models/chunked_cross_entropy.py computes them for a
+    cross-entropy."""
 
     def __init__(self, task: Task, share: float):
         """Raise UsageError if the task does not define `row_losses`."""
@@ -93,7 +94,8 @@ class HardestRows:
     def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         """Return the mean loss of the chosen rows times `weight`; the mean loss of all rows and the chosen weight, too.
 
-        Equal losses are chosen in the order of the plan, those that are not finite first, rows without targets last."""
+        Equal losses are chosen in the order of the plan, losses that are not finite first, rows without targets
+        last."""
         losses = vectors["loss"]
         weights = vectors["weight"].detach().to(losses.dtype)
         hardness = torch.where(weights > 0, losses.detach() / weights, -math.inf)

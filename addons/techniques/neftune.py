@@ -16,7 +16,8 @@ class NEFTune(Technique):
     """Add noise from ±alpha / √(tokens of the row × features) to each embedding; padding does not count as tokens.
 
     The noise is drawn in the forward pass, which the micro-batch seeds, as dropout is: passes that repeat a micro-batch
-    repeat its noise. transformers and TRL count the padded width, so the longest row decides."""
+    repeat its noise. transformers and TRL count the padded width, so their noise depends on the longest row beside
+    it."""
 
     order = 42
     deepspeed = True  # it only changes the forward pass

@@ -17,7 +17,8 @@ class Unfreeze(Technique):
     """Drop the gradient of matching parameters until their step: no update, decay or moments, and no part of the norm.
 
     They count as trainable from the start, because neither DDP nor FSDP2 notices a later change: the backward pass
-    costs as much as without freezing. Adam's bias correction begins at their first step, the schedule with the run."""
+    costs as much as without freezing. Adam's bias correction begins at their own first step; the schedule is that of
+    the run."""
 
     order = 50
 

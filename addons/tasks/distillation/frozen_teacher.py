@@ -112,7 +112,8 @@ class FrozenModel:
     """A frozen language model: a folder, the version of its weights, and its configuration.
 
     The result of training depends on its weights in every step. So their version is an option of the task: config.yaml
-    records it, a resumed run with other weights is refused, and eval.py compares it: the commit or a hash."""
+    records it, a resumed run with other weights is refused, and eval.py compares it. It is the commit of a Hub model
+    or the hash of a local folder."""
 
     def __init__(self, cfg: RunConfig, role: str, name: str, version: str | None):
         """Find the model `name` for the options ROLE_name_or_path and ROLE_revision.

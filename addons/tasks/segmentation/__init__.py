@@ -61,6 +61,7 @@ class Options(ClassCrossEntropy):
 
 class Task(base.Task):
     new_head = NEW_HEAD
+
     decode_media = False
     encode_helpers = (decoding,)
     unit = "pixels"
