@@ -1,6 +1,7 @@
 """What only a GPU can show: precisions, fused updates, compiled layers, pinned copies, kernels of attention.
 
-Skipped where there is no GPU; on one: make test-gpu ARGS='-n 8', because each of 19 trainings mostly starts.
+Skipped where there is no GPU; on one: make test-gpu, which runs four at a time (most of their time is the start of 19
+trainings; ARGS='-n 8' where processor and GPU have room).
 """
 
 import json
@@ -203,6 +204,8 @@ TECHNIQUES = {
 
 
 def test_techniques_compute_the_numbers_of_a_cpu(recipe, tmp_path):
+    for name in TECHNIQUES:
+        kit.need_addon(f"techniques/{name}")
     flags = recipe(techniques=json.dumps(TECHNIQUES))
     run = launched(tmp_path / "run", flags)
     on_cpu = launched(tmp_path / "cpu", flags, config="cpu")
