@@ -102,6 +102,7 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     if source.saved_to_disk:
         loaded = datasets.load_from_disk(source.name)
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+        named_files(source, {name: [part["filename"] for part in rows.cache_files] for name, rows in splits.items()})
         rows = splits.get(source.choose_split(splits))
         return RawRows(source, rows, splits=tuple(splits)) if rows is not None else None
     options = _options(source, folder, source.files)

@@ -166,6 +166,10 @@ def at_commit(source: Source, root: Path) -> Source:
 
 def _expand(pattern: str, field: str) -> list[str]:
     """Return the sorted files of a path or glob, or the URL. Raise UsageError if a file is missing or unreadable."""
+    if "reference://" in pattern:  # raw_rows.py says why; a download comes before it
+        raise UsageError(
+            f"{field}: {pattern}: reference:// is refused, because it may run code: give the files themselves"
+        )
     if "://" in pattern:
         return [pattern]
     path = locate(pattern)
@@ -233,13 +237,13 @@ def _is_empty(file: str) -> bool:
 def named_files(source: Source, data_files: Mapping | None) -> list[str]:
     """Return the files of all splits that `datasets` reads from a local folder, or [] for a Hub dataset.
 
-    Raise UsageError if its README.md names files outside the folder. Symlinks are the user's choice. Warn of files that
+    Raise UsageError if its README.md, or state.json of `save_to_disk`, names files outside the folder. Symlinks are the user's choice. Warn of files that
     `datasets` does not read: it reads files of one type, and finds the split in the file name."""
     files = [str(file) for files in (data_files or {}).values() for file in files] if source.files else []
     for file in files:
         inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(str(source.name)))
         if not (plain_data(file) if "://" in file or "::" in file else inside):
-            raise UsageError(f"{source.field}: {source.name}: its README.md names {file}, which is not in this folder")
+            raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
     unread = sorted({file for file in source.files if Path(file).suffix in DATA} - {*map(os.path.abspath, files)})
     if files and unread and source.split == "train":
         warn(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import Failure, UsageError
+from src.config.errors import Failure, UsageError, one_line
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
@@ -33,8 +33,6 @@ class FSDP2(Backend):
             self.can_fuse_optimizer = False  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        if accelerator.state.fsdp_plugin.fsdp_version != 2:
-            raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
         if low := LOW_PRECISION.get(accelerator.mixed_precision):
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -84,8 +82,11 @@ class FSDP2(Backend):
             )
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
-        with self._broadcast_buffers(model_with_loss):
-            module, optimizer = super().wrap(model_with_loss, optimizer)
+        try:
+            with self._broadcast_buffers(model_with_loss):
+                module, optimizer = super().wrap(model_with_loss, optimizer)
+        except ValueError as error:  # such as a layer class that this model does not have
+            raise UsageError(f"the model does not fit fsdp_config of the accelerate file: {one_line(error)}") from error
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:

@@ -4,6 +4,7 @@ Tests: tests/distributed/test_launch.py and test_accelerate_configs.py.
 """
 
 import gc
+import math
 import os
 import warnings
 from datetime import timedelta
@@ -41,12 +42,16 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     sharding = [
         name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
     ]
+    if "FSDP" in sharding and os.environ.get("FSDP_VERSION") != "2":  # by default accelerate takes 1
+        raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
     complete_mesh(world_size)
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
     _check_trackers(accelerator, cfg.report_to)
     precision = accelerator.mixed_precision
+    if precision not in ("no", "bf16", "fp16", "fp8"):  # in the environment; accelerate would compute without it
+        raise UsageError(f"ACCELERATE_MIXED_PRECISION is {precision}: give no, bf16, fp16 or fp8")
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise UsageError("mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16")
     if precision != "no" and cfg.dtype == "float64":
@@ -64,12 +69,14 @@ def complete_mesh(world: int) -> None:
     """Set dp_shard_size so that HSDP or tensor parallelism uses all `world` processes.
 
     The accelerate file then sets only dp_replicate_size and tp_size, and fits any number of processes."""
-    names = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP")]
-    copies, shards, tp = (int(os.environ.get(name, "1")) for name in names)
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or copies * shards * tp == 1:
+    names = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_SHARD", "DP_REPLICATE", "TP", "CP", "SP")]
+    sizes = {name: int(os.environ.get(name, "1")) for name in names}
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or (given := math.prod(sizes.values())) == 1:
         return
-    if shards == 1:
-        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world // (copies * tp))
+    if sizes[names[0]] == 1:
+        os.environ[names[0]] = str(world // given)
+    elif given != world:
+        raise UsageError(f"parallelism_config: the product of its sizes is {given}, but there are {world} processes")
 
 
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from src.config.redact import redact
+from src.config.redact import for_terminal
 
 LINE_SECONDS = 10.0  # between two progress lines of the same work
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -48,7 +48,7 @@ def reroute() -> None:
 
 class _RedactingFormatter(logging.Formatter):
     def format(self, record) -> str:
-        return redact(super().format(record))
+        return for_terminal(super().format(record))
 
 
 def log_to(file: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, warn
-from src.config.redact import redact
+from src.config.redact import for_terminal, redact
 from src.storage import atomic_folder, jsonl
 
 EXIT_STOPPED = 75
@@ -76,7 +76,8 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
 
 def _check_links(folder: Path) -> None:
     """Raise UsageError if a file that a run appends to or truncates is a symlink, which may lead to any file."""
-    for file in (folder / "metrics.jsonl", folder / "ledger.jsonl", *sorted((folder / "logs").glob("*.log"))):
+    names = ("metrics.jsonl", "ledger.jsonl", ".seen")  # .seen: of ranks that write checkpoints together
+    for file in (*map(folder.joinpath, names), *sorted(folder.glob("logs/*")), *sorted(folder.glob("profile/*"))):
         if file.is_symlink():
             raise UsageError(f"output_dir: {file} is a symbolic link to {os.readlink(file)}: replace it by that file")
 
@@ -130,8 +131,10 @@ def main(argv: list[str]) -> None:
         return
     status = read_status(Path(argv[0]))
     if status:
-        print(f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}", file=sys.stderr)
-    print(status["exit_code"] if status.get("exit_code") is not None else (argv[1:] or [1])[0])
+        text = f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}"
+        print(for_terminal(text), file=sys.stderr)
+    code = status.get("exit_code")  # a shell may compute with it
+    print(code if isinstance(code, int) else (argv[1:] or [1])[0])
 
 
 if __name__ == "__main__":

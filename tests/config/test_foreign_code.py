@@ -10,6 +10,7 @@ import torch
 from src.checkpointing.locate_weights import evaluation_args
 from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.models.config_and_tokenizer import load_tokenizer
 from src.storage import verify_hashes
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
@@ -128,8 +129,13 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert verify_hashes.verify(moved) == []
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log", "logs/stacks_rank_0.txt", "profile/steps_1_to_2.txt", ".seen"],
+)
 def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).touch()
     outside = Path(shutil.move(run / name, tmp_path / "outside"))
     (run / name).symlink_to(outside)
     before = outside.read_bytes()
@@ -215,6 +221,16 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
         build(attn_implementation="sdpa")
 
 
+@pytest.mark.parametrize("name, inside", [("vocab", str), ("init_inputs", lambda path: [str(path)])])
+def test_tokenizer_reads_no_other_file(tmp_path, name, inside):
+    """transformers would read it as a vocabulary, and each checkpoint would hold it."""
+    (tmp_path / "secret").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\ntoken")
+    fields = {"tokenizer_class": "BertTokenizer", name: inside(tmp_path / "secret")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(UsageError, match=rf"tokenizer_config.json: {name} may name any file"):
+        load_tokenizer(parse(tokenizer_name=tmp_path, train_file="x.jsonl")[0])
+
+
 def test_attention_kernels_of_the_hub_need_opt_in(tmp_path):
     evil = {"attn_implementation": "evil/kernel"}
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
@@ -259,6 +275,26 @@ def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
     fields |= {"streaming": True, "max_steps": 1} if streaming else {}
     with pytest.raises(UsageError, match="dataset_name"):
         kit.open_data(cache_dir=tmp_path / "cache", **fields)
+
+
+def test_data_on_disk_is_read_from_its_folder(tmp_path):
+    from datasets import Dataset
+
+    for name in ("data", "other"):
+        Dataset.from_list([{"input_ids": [1, 2, 3]}] * 20).save_to_disk(tmp_path / name)
+    [arrow], file = (tmp_path / "other").glob("*.arrow"), tmp_path / "data" / "state.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"_data_files": [{"filename": f"../other/{arrow.name}"}]})
+    )
+    model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
+    with pytest.raises(UsageError, match=r"dataset_name: .*other.*, which is not in this folder"):
+        kit.open_data(cache_dir=tmp_path / "cache", model_config=model, dataset_name=tmp_path / "data")
+
+
+def test_reference_file_is_refused_before_it_is_opened(tmp_path):
+    model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
+    with pytest.raises(UsageError, match="reference:// is refused"):
+        kit.open_data(model_config=model, train_file="reference://x.jsonl::file:///reference.json")
 
 
 def test_chat_template_runs_no_code(tmp_path, marker):

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from src.distributed import init_accelerator
 from tests.helpers import kit
 
@@ -40,3 +42,18 @@ def test_two_copies_of_two_tensor_parallel_groups_leave_a_shard_size(monkeypatch
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     init_accelerator.complete_mesh(12)
     assert os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "3"
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3", "FSDP_VERSION": "2"}, "the product of its sizes is 3"),
+        ({"FSDP_VERSION": "1"}, "fsdp_version is 1"),
+        ({}, "fsdp_version is 1"),  # accelerate's default
+    ],
+)
+def test_files_of_others_are_refused_in_one_sentence(monkeypatch, variables, said):
+    for name, value in (variables | {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=said):
+        init_accelerator.init_accelerator(RunConfig(output_dir="unused"))

@@ -3,15 +3,12 @@
 import json
 import os
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
@@ -189,11 +186,11 @@ def test_weights_stay_float32_under_mixed_precision(files, fsdp2_alone, tmp_path
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_fsdp1_is_refused():
-    """By the class, for accelerate itself refuses FSDP1 on a CPU."""
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1, cpu_ram_efficient_loading=True))
-    with pytest.raises(UsageError, match="fsdp_version is 1"):
-        FSDP2(SimpleNamespace(state=state, process_index=0, num_processes=2, mixed_precision="no"), RunConfig())
+def test_layer_class_that_the_model_lacks_is_refused(files, tmp_path):
+    env = where("fsdp2", 2) | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
+    codes, [text, _] = kit.run_command("train.py", *short(files), folder=tmp_path, world=2, env=env)
+    assert codes == [2, 2]
+    assert "fsdp_config of the accelerate file: Could not find the transformer layer class BertLayer" in text
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_launch_of_two_processes(files, plain, tmp_path, words, env, strategy, b
     [
         ("fp16", "float32", "mixed_precision is fp16"),  # silently float32 on a CPU
         ("bf16", "float64", "dtype is float64, but mixed_precision is bf16"),
+        ("BF16", "float32", "ACCELERATE_MIXED_PRECISION is BF16"),  # silently none
     ],
 )
 def test_invalid_launcher_setting_is_refused(files, tmp_path, precision, dtype, said):

@@ -1,5 +1,6 @@
 """status.json, exit code of a run, and the lock of the run folder."""
 
+import json
 import os
 import shutil
 import signal
@@ -51,6 +52,16 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
     assert kit.Ranks("train.py", *flags, "--max_steps", step + 2, folder=tmp_path).wait() == [0]
     assert outcome(folder) == ("complete", step + 2, 0)
     assert exit_code(folder, launcher_code=1) == 0
+
+
+def test_status_of_another_author_is_neither_computed_nor_obeyed(tmp_path):
+    """A shell may compute with the code, which runs a command in an index; the reason may hold escapes of a terminal."""
+    harm = {"status": "failed", "step": 1, "reason": "\033]0;x\007", "exit_code": "a[$(touch x)]"}
+    (tmp_path / "status.json").write_text(json.dumps(harm))
+    command = [sys.executable, "-m", "src.runtime.run_status", str(tmp_path), "7"]
+    done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    assert "\033" not in done.stderr
 
 
 # ---- lock --------------------------------------------------------------------------------------------------------------

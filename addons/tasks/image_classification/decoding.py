@@ -4,6 +4,7 @@ Tests: tests/addons/tasks/test_decoding.py.
 """
 
 import io
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB"}  # channels -> mode of Pillow
+POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")  # first bytes
 
 
 def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes, tuple[int, int]]:
@@ -38,13 +40,18 @@ def file_bytes(value: Any, column: str, location) -> bytes:
         )
     path = value.get("path") or ""
     try:
-        return value.get("bytes") or _read_file(path)
+        data = value.get("bytes") or _read_file(path)
+        if data.startswith(POSTSCRIPT):
+            raise ValueError("it is PostScript, a program that Pillow would run: save it as PNG")
+        return data
     except Exception as error:
         raise UsageError(f"{location}: {path}: the image cannot be read: {error}") from error
 
 
 def _read_file(path: str) -> bytes:
     if "://" not in path:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it is not a regular file")  # a pipe or device would be read forever
         with open(path, "rb") as file:
             return file.read()
     import fsspec
