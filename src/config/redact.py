@@ -25,6 +25,8 @@ def url_error(value: Any) -> str | None:
             "a URL must not name a user or password, because files and messages show it: put them into ~/.netrc (http, "
             "https), or into the environment variables or configuration file of the object store"
         )
+    if "reference://" in value:
+        return "reference:// is refused, because some versions of fsspec run code in such a file: give the files themselves"
     return "write the spaces in the URL as %20" if _SPACE.match(value) else None
 
 

@@ -44,6 +44,10 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     ]
     if "FSDP" in sharding and os.environ.get("FSDP_VERSION") != "2":  # by default accelerate takes 1
         raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
+    if os.environ.get("FSDP_IGNORED_MODULES"):  # accelerate would not sum their gradients over the processes
+        raise UsageError("fsdp_ignored_modules: each process would train these modules alone: remove it")
+    if (strategy := os.environ.get("FSDP_SHARDING_STRATEGY", "1")).upper() not in ("1", "FULL_SHARD"):
+        warn(f"fsdp_sharding_strategy {strategy} is ignored: set fsdp_reshard_after_forward, or take hsdp.yaml")
     complete_mesh(world_size)
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it

@@ -209,9 +209,7 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     file = Path(folder, "tokenizer_config.json")
     values = read_yaml(file) if file.exists() else {}
     if harmful := [name for name in ("init_inputs", "merges", "vocab") if values.get(name)]:
-        raise UsageError(
-            f"{file}: {harmful[0]} may name any file of this machine, which checkpoints would hold: remove it"
-        )
+        raise UsageError(f"{file}: {harmful[0]} may name any file of this machine: remove it")
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
 
