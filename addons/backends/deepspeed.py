@@ -138,8 +138,9 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
 
 def check_fields(plugin: Any, cfg: RunConfig) -> None:
     """Raise UsageError for what the run file and DeepSpeed's configuration may not have together."""
-    if "scheduler" in plugin.deepspeed_config:  # accelerate refuses an optimizer
-        raise UsageError("the DeepSpeed configuration has a field scheduler, which the run file sets: remove it")
+    for name in ("optimizer", "scheduler"):
+        if name in plugin.deepspeed_config:
+            raise UsageError(f"the DeepSpeed configuration has a field {name}, which the run file sets: remove it")
     if cfg.optim not in BUILT_IN:
         raise UsageError(
             f"optim is {cfg.optim}, but DeepSpeed shards all parameters as one vector, without their shapes: use adamw or sgd, "
@@ -158,16 +159,19 @@ def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
     plugin = accelerator.state.deepspeed_plugin
     config = plugin.deepspeed_config
     check_fields(plugin, cfg)
-    clipping = config.get("gradient_clipping", "auto")
-    if clipping not in ("auto", cfg.max_grad_norm):
-        warn(
-            f"gradient_clipping {clipping} in the DeepSpeed configuration is ignored: the run file sets "
-            f"max_grad_norm {cfg.max_grad_norm:g}"
-        )
-    config["gradient_clipping"] = cfg.max_grad_norm
-    # 1, because compute_gradient scales the loss, and no_sync marks the last micro-batch of each step.
-    config["gradient_accumulation_steps"] = 1
-    config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed only prints it
+    world, sizes = accelerator.num_processes, "global_batch_size and per_device_batch_size"
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # init_accelerator.py has warned of them
+    values = {  # name -> (what DeepSpeed gets, other values that are not worth a warning, what the run file sets)
+        "gradient_clipping": (cfg.max_grad_norm, (), f"max_grad_norm {cfg.max_grad_norm:g}"),
+        # 1, because compute_gradient scales the loss, and no_sync marks the last micro-batch of each step.
+        "gradient_accumulation_steps": (1, (int(steps),) if steps.isdigit() else (), sizes),
+        "train_micro_batch_size_per_gpu": (1, (cfg.per_device_batch_size,), sizes),  # DeepSpeed only prints it
+        "train_batch_size": (world, (cfg.global_batch_size,), sizes),
+    }
+    for name, (value, others, fields) in values.items():
+        if (given := config.get(name, "auto")) not in ("auto", value, *others):
+            warn(f"{name} {given} in the DeepSpeed configuration is ignored: the run file sets {fields}")
+        config[name] = value
     # Otherwise transformers would shard pretrained weights while it loads them, but not random weights. The price:
     # every process holds the whole model in host memory until DeepSpeed shards it.
     unset_hf_deepspeed_config()

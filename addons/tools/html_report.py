@@ -84,6 +84,7 @@ def figures(runs: dict[str, dict]) -> list[str]:
 
     matplotlib.rcdefaults()  # ignore a matplotlibrc in the working directory
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the page's font
+    matplotlib.rcParams["text.parse_math"] = False  # $ in the name of a run is a $
     made, unit = [], next(iter(runs.values()))["unit"]
     for title, label, keys in FIGURES:
         curves = {}

@@ -10,6 +10,8 @@ from typing import Any
 
 from src.config.errors import one_line, warn
 from src.config.fields import option
+from src.storage import verify_hashes
+from src.storage.verify_hashes import MANIFEST
 
 SILENCE = 120  # seconds to wait for the next byte from the Hub
 
@@ -59,6 +61,7 @@ def final_is_written(cfg: Any) -> str:
         HfApi().upload_folder(
             repo_id=address.repo_id,
             folder_path=folder,
+            allow_patterns=[MANIFEST, *verify_hashes.read_manifest(folder)["files"]],  # a link could name any file
             commit_message=f"{cfg.task} of {Path(cfg.output_dir).name}",
         )
         return f"pushed to {address}"

@@ -82,11 +82,12 @@ def load_part(checkpoint: Path, part: str, holder: Any) -> None:
 
 
 def copy_model(checkpoint: Path, folder: Path) -> None:
-    """Copy a checkpoint to `folder` without its training state."""
-    training_state = ["state.json", verify_hashes.MANIFEST]
-    for part in read_state(checkpoint)["numbers"]:
-        training_state += [f"{part}.safetensors", f"{part}-*-of-*.safetensors"]
-    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
+    """Copy what a checkpoint lists to `folder`, without its training state. Other files may be links to any file."""
+    parts = "|".join(map(re.escape, read_state(checkpoint)["numbers"]))
+    for name in verify_hashes.read_manifest(checkpoint)["files"]:
+        if not re.fullmatch(rf"state\.json|({parts})(-\d+-of-\d+)?\.safetensors", name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(checkpoint / name, folder / name)
 
 
 def read_state(checkpoint: Path) -> dict:

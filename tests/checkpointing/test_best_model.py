@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from src.checkpointing import checkpoint_folder
 from src.runtime import run_status
 from tests.checkpointing import recipe
 from tests.helpers import kit
@@ -61,6 +62,20 @@ def test_best_checkpoint_survives_a_kill_and_lost_metrics(tiny, tmp_path):
     train_until_killed(8, 1, run, *flags(tiny, save_steps=5))
     (run / "metrics.jsonl").unlink()
     check_best(kit.run_training(1, run, *flags(tiny, save_steps=5)))
+
+
+def test_files_that_the_best_checkpoint_does_not_list_stay_there(done, tmp_path):
+    """A link that another author has put beside them could publish any file of this machine."""
+    best = shutil.copytree(at_step(done.folder, 3), tmp_path / "best")
+    (tmp_path / "secret").write_text("token")
+    (best / "README.txt").symlink_to(tmp_path / "secret")
+    checkpoint_folder.copy_model(best, tmp_path / "final")
+    names = {path.name for path in (done.folder / "final").iterdir()}
+    assert {path.name for path in (tmp_path / "final").iterdir()} == names - {
+        "README.md",
+        "run_config.yaml",
+        "manifest.json",
+    }
 
 
 @pytest.mark.parametrize("final", [3, 10])

@@ -71,13 +71,14 @@ def test_report_of_a_real_run(files, tmp_path):
 
 def test_values_are_escaped_and_symlinks_replaced(tmp_path):
     line = {"kind": "eval", "step": 1, "loss": 1.0, "note": "<script>"}
-    folder = run_folder(tmp_path / "<b>run", line)
+    folder = run_folder(tmp_path / "<b>run$_$", line)
     (folder / "config.yaml").write_text("task: <i>")
     (folder / "environment.json").write_text('{"command": ["<u>"]}')
     (folder / "report.html").symlink_to(tmp_path / "outside")
     page = html_report.write(folder).read_text()
     assert not re.search("<script>|<b>run|<i>|<u>", page)
     assert not (tmp_path / "outside").exists()
+    html_report.write(folder, run_folder(tmp_path / "x$_$", line))  # the legend names both, and holds no formulas
 
 
 def test_query_strings_are_not_in_the_report(guarded, tmp_path):  # noqa: F811

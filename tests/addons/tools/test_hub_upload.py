@@ -26,6 +26,19 @@ def test_final_model_is_pushed_and_read_back(hub, tmp_path):
     assert kit.same(kit.Run(tmp_path / "again").weights, kit.Run(tmp_path / "run").weights)
 
 
+def test_link_in_a_final_model_is_not_pushed(hub, tmp_path):
+    """By another author, it could publish any file of this machine."""
+    environment = hub.environment(tmp_path)
+    train(environment, tmp_path, recipe(tmp_path))
+    (tmp_path / "secret").write_text("token")
+    (tmp_path / "run/final/link.txt").symlink_to(tmp_path / "secret")
+    fields = {"push_to_hub": True, "hub_model_id": "org/linked"}
+    train(environment, tmp_path, recipe(tmp_path, **fields), HF_TOKEN=hub.token)
+    names = {path.name for path in (hub.folder / "models/org/linked").iterdir()}
+    assert "config.json" in names
+    assert "link.txt" not in names
+
+
 @pytest.mark.parametrize(
     "path, fault",
     [("/api/repos/create", Fault(status=403)), ("/api/models/org/failing/commit/*", Fault(silent=True))],
