@@ -28,6 +28,7 @@ fi
 # A scheduler that takes the node away sends TERM to this script only. The file makes all ranks save at the same step; a
 # launcher that got the signal itself would kill its processes half a minute later.
 mkdir -p "$OUT"
+rm -f "$OUT/status.json" # of the attempt before
 trap 'touch "$OUT/stop"' TERM INT USR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise ranks of a restart connect to addresses of the previous attempt
 setsid accelerate launch --quiet --config_file "${ACCELERATE:-accelerate_configs/$file.yaml}" --num_processes "$total" \

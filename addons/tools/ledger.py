@@ -14,6 +14,7 @@ import numpy as np
 
 from src.config import parsing
 from src.config.errors import UsageError
+from src.config.redact import for_terminal
 from src.data.batch_plan import PlanConfig, hash_ids, plan
 from src.data.data_loader import plan_config
 from src.data.dataset import prepare_datasets
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
         raise UsageError("give one run folder, or two: make ledger RUN=folder [OTHER=folder]")
     folders = [Path(word) for word in argv]
     if difference := compare(*folders):
-        print(difference)
+        print(for_terminal(difference))
         return 1
     name = folders[1] if len(folders) == 2 else "the plan"
     print(f"{folders[0]}: the same examples as {name} in all {len(read(folders[0])[1])} steps")

@@ -33,6 +33,8 @@ def test_node_that_is_taken_away_saves_and_the_same_command_resumes(tmp_path):
         assert saved > 3
         node = start_node(tmp_path, "--max_steps", str(saved + 5))
         assert node.wait(300) == 0
+        node = start_node(tmp_path, "--no_such_field", "1")
+        assert node.wait(300) != 0  # the status of the run before does not count
     finally:
         (run / "stop").touch()
         node.wait(300)

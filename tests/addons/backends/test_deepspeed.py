@@ -3,11 +3,15 @@
 import json
 import shutil
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import train
+from addons.backends import deepspeed
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from src.tasks import text_classification
 from tests.distributed import test_unused_parameters as unused
 from tests.helpers import kit, plain_task, routed_model
@@ -111,6 +115,22 @@ def test_what_deepspeed_cannot_do_is_refused(files, tmp_path):
     assert codes == [2, 2]
     assert "dtype is float64" in outputs[0]
     assert not (tmp_path / "here" / "run").exists()
+
+
+def test_fields_of_a_json_that_the_run_file_sets(capsys):
+    """DeepSpeed would refuse its batch sizes, and accelerate its optimizer, both with tracebacks."""
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    plugin = SimpleNamespace(deepspeed_config=config | {"gradient_clipping": 0.1}, zero_stage=2)
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), num_processes=2, mixed_precision="no")
+    deepspeed._configure(accelerator, RunConfig(global_batch_size=8))
+    assert plugin.deepspeed_config == dict.fromkeys(config, 1) | {"train_batch_size": 2, "gradient_clipping": 1.0}
+    warnings = capsys.readouterr().err
+    assert all(
+        f"{name} {value} in the DeepSpeed" in warnings for name, value in (config | {"gradient_clipping": 0.1}).items()
+    )
+    plugin.deepspeed_config["optimizer"] = {"type": "AdamW"}
+    with pytest.raises(UsageError, match="a field optimizer, which the run file sets"):
+        deepspeed._configure(accelerator, RunConfig())
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
