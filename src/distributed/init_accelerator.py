@@ -115,7 +115,7 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
             log_with=[name for name in cfg.report_to if name != "none"] or None,
             project_dir=cfg.output_dir,
         )
-    except ValueError as error:  # such as an unknown tracker, or sizes of a mesh that do not fit the processes
+    except (ValueError, ImportError) as error:  # such as an unknown tracker, or a missing package of Megatron
         raise UsageError(f"accelerate refuses the accelerate file or report_to: {one_line(error)}") from error
 
 

@@ -131,8 +131,7 @@ def main(argv: list[str]) -> None:
         return
     status = read_status(Path(argv[0]))
     if status:
-        text = f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}"
-        print(for_terminal(text), file=sys.stderr)
+        print(for_terminal("{}: {status}, step {step}. {reason}".format(argv[0], **status)), file=sys.stderr)
     code = status.get("exit_code")  # a shell may compute with it
     print(code if isinstance(code, int) else (argv[1:] or [1])[0])
 
