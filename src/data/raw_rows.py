@@ -103,8 +103,10 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
         loaded = datasets.load_from_disk(source.name)
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
         named_files(source, {name: [part["filename"] for part in rows.cache_files] for name, rows in splits.items()})
-        rows = splits.get(source.choose_split(splits))
-        return RawRows(source, rows, splits=tuple(splits)) if rows is not None else None
+        if (rows := splits.get(source.choose_split(splits))) is None:
+            return None
+        rows.data.validate(full=True)  # wrong offsets in a file would show other memory, or end the process
+        return RawRows(source, rows, splits=tuple(splits))
     options = _options(source, folder, source.files)
     builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
     data_files = builder.config.data_files or {}

@@ -76,8 +76,8 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
 
 def _check_links(folder: Path) -> None:
     """Raise UsageError if a file that a run appends to or truncates is a symlink, which may lead to any file."""
-    names = ("metrics.jsonl", "ledger.jsonl", ".seen")  # .seen: of ranks that write checkpoints together
-    for file in (*map(folder.joinpath, names), *sorted(folder.glob("logs/*")), *sorted(folder.glob("profile/*"))):
+    files = [folder / name for name in ("metrics.jsonl", "ledger.jsonl", ".seen")]
+    for file in (*files, *folder.glob("logs/*"), *folder.glob("profile/*")):
         if file.is_symlink():
             raise UsageError(f"output_dir: {file} is a symbolic link to {os.readlink(file)}: replace it by that file")
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,25 @@ def test_data_on_disk_is_read_from_its_folder(tmp_path):
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
     with pytest.raises(UsageError, match=r"dataset_name: .*other.*, which is not in this folder"):
         kit.open_data(cache_dir=tmp_path / "cache", model_config=model, dataset_name=tmp_path / "data")
+
+
+def test_data_on_disk_with_wrong_offsets_is_refused(tmp_path):
+    """Reading them would show other memory of the process, or end it without a word."""
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["abcd"] * 20}).save_to_disk(tmp_path / "data")
+    [file], offsets = (tmp_path / "data").glob("*.arrow"), struct.pack("<21i", *range(0, 84, 4))
+    content = file.read_bytes()
+    assert offsets in content
+    file.write_bytes(content.replace(offsets, offsets[:-4] + struct.pack("<i", 1 << 30)))
+    model, tokenizer = (
+        kit.write_yaml(tmp_path / "m.yaml", kit.LLAMA),
+        kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b"]),
+    )
+    with pytest.raises(UsageError, match=r"dataset_name: .*offset"):
+        kit.open_data(
+            cache_dir=tmp_path / "cache", model_config=model, tokenizer_name=tokenizer, dataset_name=tmp_path / "data"
+        )
 
 
 def test_reference_file_is_refused_before_it_is_opened(tmp_path):
