@@ -31,10 +31,7 @@ class Fields:
 def errors(cfg: Any, training: bool) -> Iterator[str]:
     """Yield an error for a mixture."""
     if training and cfg.mixture:
-        yield (
-            "sample_weight_column and mixture are both given: give each source of the mixture a `weight`, or remove one of "
-            "them"
-        )
+        yield "sample_weight_column and mixture are both given: give each source a `weight`, or remove one of them"
 
 
 def _column(cfg: Any) -> Column:

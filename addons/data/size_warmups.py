@@ -47,10 +47,7 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
             yield f"{size}_start and {size}_steps belong together, but one is missing: give both, or neither"
     start, size = cfg.batch_size_warmup_start, cfg.global_batch_size
     if start is not None and start >= size > 0:
-        yield (
-            f"batch_size_warmup_start is {start}: not less than global_batch_size, which is {size}: lower it, or remove the "
-            "batch-size warmup"
-        )
+        yield f"batch_size_warmup_start is {start}: not less than global_batch_size, which is {size}: lower or remove it"
 
 
 @dataclass(frozen=True)

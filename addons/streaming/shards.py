@@ -34,9 +34,8 @@ class StreamShards:
     def __init__(self, source: StreamSource, task: Task, seed: int):
         self.source, self.task, self.seed = source, task, seed
         self.dataset = None if source.builder else _open_dataset(source)  # only for a folder or Hub dataset
-        if self.dataset is None:
-            self.names = list(source.files)
-        else:
+        self.names = list(source.files)
+        if self.dataset is not None:
             self.names = [f"{source} {i}" for i in range(self.dataset.num_shards)]
         self.columns: list[str] | None = None
         self.file_keys: dict[str, list] = {}  # local file -> size and timestamps at the first read

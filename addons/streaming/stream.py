@@ -153,10 +153,12 @@ class _Pass(torch.utils.data.IterableDataset):
             batch = []
             for group in list(groups):
                 share = self._share(group, step)
-                rows = self._take(groups[group], group, share)
-                if len(rows) < share:
+                taken = list(islice(groups[group], share))
+                if taken:
+                    self.positions[group] = taken[-1][0]
+                if len(taken) < share:
                     del groups[group]
-                batch += self._split(rows, group, step)
+                batch += self._split([row for _, row in taken], group, step)
             if batch:
                 last = len(batch) - 1
                 items = [(replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(batch)]
@@ -181,14 +183,6 @@ class _Pass(torch.utils.data.IterableDataset):
         """Return the number of rows that a shard group contributes to the global batch of a step."""
         size, groups = self.stream.rows_in_step(step), self.stream.shard_groups
         return size // groups + (group < size % groups)
-
-    def _take(self, items: Iterator[tuple[StreamPosition, Row]], group: int, count: int) -> list[Row]:
-        """Return the next rows of a shard group, at most `count`, and advance its position."""
-        rows = []
-        for position, row in islice(items, count):
-            self.positions[group] = position
-            rows.append(row)
-        return rows
 
     def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""

@@ -6,7 +6,6 @@ change with the micro-batch or the number of processes. Tests: tests/addons/task
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.config_and_tokenizer import load_text_encoder, model_folder
 from src.runtime.private_apis import known_masks
+from src.storage.jsonl import read_json
 from src.tasks.base import Batch
 from src.text.labels import require_columns
 from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
@@ -59,10 +59,10 @@ class Task(BatchLossTask):
         if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
         name = self.cfg.model_name_or_path
-        file = Path(model_folder(self.cfg, name), "1_Pooling/config.json") if name else None  # of sentence-transformers
-        same = rf'"pooling_mode(_{o.pooling}_\w+": true|": "{o.pooling}")'  # in older files, in newer ones
-        if file and file.exists() and not re.search(same, file.read_text()):
-            warn(f"pooling is {o.pooling}, but {file} of the model says otherwise")
+        pooling = read_json(Path(model_folder(self.cfg, name), "1_Pooling/config.json")) if name else {}
+        modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
+        if pooling and not any(mode.startswith(o.pooling) for mode in [*modes, pooling.get("pooling_mode") or ""]):
+            warn(f"pooling is {o.pooling}, but 1_Pooling/config.json of {name} (sentence-transformers) says otherwise")
         self.config.use_cache = False
         self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
 

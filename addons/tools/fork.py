@@ -53,12 +53,8 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
 
 def files_of_checkout() -> list[str]:
     """Return the files that git tracks, and new ones that it does not ignore: a task of yours need not be committed."""
-    done = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     files = [file for file in done.stdout.splitlines() if (REPOSITORY / file).exists()]
     if done.returncode or not files:
         raise UsageError(f"make fork needs a git checkout of the template: {done.stderr.strip() or 'no files'}")

@@ -10,8 +10,7 @@ from typing import Any
 
 from src.config.errors import one_line, warn
 from src.config.fields import option
-from src.storage import verify_hashes
-from src.storage.verify_hashes import MANIFEST
+from src.storage.verify_hashes import MANIFEST, read_manifest
 
 SILENCE = 120  # seconds to wait for the next byte from the Hub
 
@@ -57,11 +56,12 @@ def final_is_written(cfg: Any) -> str:
     folder = Path(cfg.output_dir, "final")
     name = cfg.hub_model_id or folder.resolve().parent.name
     try:
+        files = [MANIFEST, *read_manifest(folder)["files"]]  # a file beside them could be a link to any file
         address = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(
             repo_id=address.repo_id,
             folder_path=folder,
-            allow_patterns=[MANIFEST, *verify_hashes.read_manifest(folder)["files"]],  # a link could name any file
+            allow_patterns=files,
             commit_message=f"{cfg.task} of {Path(cfg.output_dir).name}",
         )
         return f"pushed to {address}"

@@ -14,11 +14,11 @@ import numpy as np
 
 from src.config import parsing
 from src.config.errors import UsageError
-from src.config.redact import for_terminal
 from src.data.batch_plan import PlanConfig, hash_ids, plan
 from src.data.data_loader import plan_config
 from src.data.dataset import prepare_datasets
 from src.reporting.run_logger import LEDGER, OF_CORE, hash_text
+from src.runtime.exit_codes import run_main
 from src.storage import jsonl
 from src.tasks import OPTIONS, make_task
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         raise UsageError("give one run folder, or two: make ledger RUN=folder [OTHER=folder]")
     folders = [Path(word) for word in argv]
     if difference := compare(*folders):
-        print(for_terminal(difference))
+        print(difference)
         return 1
     name = folders[1] if len(folders) == 2 else "the plan"
     print(f"{folders[0]}: the same examples as {name} in all {len(read(folders[0])[1])} steps")
@@ -88,8 +88,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(lambda argv: sys.exit(main(argv)))

@@ -101,9 +101,8 @@ def main() -> int:
             old = train(folder / "base", folder, folder / "runs" / f"{name}_base", *CASES[name])
             new = train(REPOSITORY, folder, folder / "runs" / name, *CASES[name])
             lines = differences(old, new)
-            print(
-                f"{name}: " + (f"{len(lines)} DIFFERENCES" if lines else f"bitwise equal, {len(new)} lines and files")
-            )
+            verdict = f"{len(lines)} DIFFERENCES" if lines else f"bitwise equal, {len(new)} lines and files"
+            print(f"{name}: {verdict}")
             print(*(f"  {line}" for line in lines[:20]), sep="\n", end="\n" if lines else "")
             count += len(lines)
     return 1 if count else 0

@@ -233,8 +233,9 @@ def _is_empty(file: str) -> bool:
 def named_files(source: Source, data_files: Mapping | None) -> list[str]:
     """Return the files of all splits that `datasets` reads from a local folder, or [] for a Hub dataset.
 
-    Raise UsageError if its README.md, or state.json of `save_to_disk`, names files outside the folder. Symlinks are the user's choice. Warn of files that
-    `datasets` does not read: it reads files of one type, and finds the split in the file name."""
+    Raise UsageError if its README.md, or state.json of `save_to_disk`, names files outside the folder. Symlinks are the
+    user's choice. Warn of files that `datasets` does not read: it reads files of one type, and finds the split in the
+    file name."""
     files = [str(file) for files in (data_files or {}).values() for file in files] if source.files else []
     for file in files:
         inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(str(source.name)))

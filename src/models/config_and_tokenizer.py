@@ -14,6 +14,7 @@ from src.config.schema import RunConfig
 from src.runtime import private_apis
 from src.storage import hub
 from src.storage.cache_folder import cache_root, sample_tokenizer
+from src.storage.jsonl import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -206,10 +207,10 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
         return None  # a model without a tokenizer is enough for rows of input_ids
     from transformers import AutoTokenizer
 
-    file = Path(folder, "tokenizer_config.json")
-    values = read_yaml(file) if file.exists() else {}
-    if harmful := [name for name in ("init_inputs", "merges", "vocab") if values.get(name)]:
-        raise UsageError(f"{file}: {harmful[0]} may name any file of this machine: remove it")
+    values = read_json(file := Path(folder, "tokenizer_config.json"))
+    given = (values.get("vocab"), values.get("merges"), *(values.get("init_inputs") or ()))
+    if any(isinstance(value, str) for value in given):
+        raise UsageError(f"{file}: vocab, merges or init_inputs names a file, which could be any here: remove it")
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
 

@@ -128,9 +128,8 @@ class FrozenModel:
             self._check_version(_hash_of_weights(cfg, Path(self.folder)))
             return
         revision = version or (cfg.model_revision if name == cfg.model_name_or_path else "main")
-        self.folder = hub.model_folder(
-            name, revision, f"{role}_name_or_path", cache_root(cfg), True, cfg.trust_remote_code
-        )
+        field = f"{role}_name_or_path"
+        self.folder = hub.model_folder(name, revision, field, cache_root(cfg), True, cfg.trust_remote_code)
         self.version = hub.records[f"model {name}@{revision}"].get("commit") or revision
 
     def _local_folder(self, folder: Path) -> Path:

@@ -12,20 +12,19 @@ import torch
 
 from addons.tasks.image_classification import augmentation
 from addons.tasks.image_classification.decoding import open_image, read_image
-from addons.tasks.image_classification.image_processor import normalize, read_image_processor, stack
+from addons.tasks.image_classification.image_processor import (
+    TRAINING,
+    ImageOptions,
+    normalize,
+    read_image_processor,
+    stack,
+)
 from src.config.errors import warn
 from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import (
-    ClassCrossEntropy,
-    at_least_float32,
-    class_weights_of,
-    r_drop_option,
-    r_drop_sums,
-    twice,
-)
+from src.models.cross_entropy import at_least_float32, class_weights_of, r_drop_option, r_drop_sums, twice
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch
@@ -34,27 +33,15 @@ from src.text.labels import label_ids, labels_of_data, labels_of_model, require_
 HEAD = "ImageClassification"
 # Modules that may be new in a pretrained model, also in those of timm.
 NEW_HEAD = ("classifier", "head.", "timm_model.fc.")
-TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
 
 
 @dataclass
-class Options(ClassCrossEntropy):
+class Options(ImageOptions):
     needs_model = True  # model_name_or_path or model_config
 
-    image_size: int | None = option(
-        "height and width of the model's input, in pixels (default: the model's)", min=1, from_checkpoint=True
-    )
-    image_mean: list[float] = option(
-        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
-    )
-    image_std: list[float] = option(
-        "standard deviation of each channel (default: the model's)", [], from_checkpoint=True
-    )
-    image_column: str = option("column of the image", "image", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1, **TRAINING)
-    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
     rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0, **TRAINING)
     rand_augment_strength: float = option(
         "strength of each RandAugment operation, 0 to 1; the paper's 9 of 30 is 0.3", 0.3, min=0, max=1, **TRAINING

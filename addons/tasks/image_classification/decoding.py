@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB"}  # channels -> mode of Pillow
-POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")  # first bytes
 
 
 def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes, tuple[int, int]]:
@@ -40,10 +39,7 @@ def file_bytes(value: Any, column: str, location) -> bytes:
         )
     path = value.get("path") or ""
     try:
-        data = value.get("bytes") or _read_file(path)
-        if data.startswith(POSTSCRIPT):
-            raise ValueError("it is PostScript, a program that Pillow would run: save it as PNG")
-        return data
+        return value.get("bytes") or _read_file(path)
     except Exception as error:
         raise UsageError(f"{location}: {path}: the image cannot be read: {error}") from error
 
@@ -60,6 +56,14 @@ def _read_file(path: str) -> bytes:
         return file.read()  # type: ignore
 
 
+def open_file(data: bytes | np.ndarray) -> "Image":
+    """Return the image of an encoded file, not yet decoded. Pillow would run PostScript, so that is no image here."""
+    from PIL import Image
+
+    Image.init()
+    return Image.open(io.BytesIO(bytes(data)), formats=[name for name in Image.ID if name != "EPS"])
+
+
 def open_image(data: bytes | np.ndarray, channels: int, smallest: int | None = None) -> "Image":
     """Return the decoded image, rotated as EXIF says, with `channels` 1 (gray) or 3 (RGB) of 8 bits.
 
@@ -67,7 +71,7 @@ def open_image(data: bytes | np.ndarray, channels: int, smallest: int | None = N
     Transparent parts become white, as in transformers. Raise ValueError if the values have no known range."""
     from PIL import Image, ImageOps
 
-    image = Image.open(io.BytesIO(bytes(data)))
+    image = open_file(data)
     if smallest and min(image.size) > 2 * smallest:
         image.draft(image.mode, (smallest, smallest))
     image.load()

@@ -6,15 +6,17 @@ Tests: tests/addons/tasks/test_image_processor.py.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from addons.tasks.image_classification.decoding import MODES
 from src.config.errors import UsageError, warn
+from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.config_and_tokenizer import model_folder
+from src.models.cross_entropy import ClassCrossEntropy
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +25,25 @@ if TYPE_CHECKING:
 FILE = "preprocessor_config.json"
 BILINEAR, BICUBIC = 2, 3
 DEFAULT_SIZE = 224
+TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 NOT_DONE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_reduce_labels")  # of some models
+
+
+@dataclass
+class ImageOptions(ClassCrossEntropy):
+    """Options of tasks with images."""
+
+    image_column: str = option("column of the image", "image", from_checkpoint=True)
+    image_size: int | None = option(
+        "height and width of the input, in pixels (default: the model's, or the image's)", min=1, from_checkpoint=True
+    )
+    image_mean: list[float] = option(
+        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
+    )
+    image_std: list[float] = option(
+        "standard deviation of each channel (default: the model's)", [], from_checkpoint=True
+    )
+    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
 
 
 @dataclass
@@ -79,7 +99,7 @@ class ImageProcessor:
         Path(folder, FILE).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def read_image_processor(cfg: RunConfig, config: "PreTrainedConfig", options: Any) -> ImageProcessor:
+def read_image_processor(cfg: RunConfig, config: "PreTrainedConfig", options: ImageOptions) -> ImageProcessor:
     """Return what the options say, else preprocessor_config.json of the model, else the model's configuration (timm's, too).
 
     Set the size in `config`, from which models make position embeddings. Raise UsageError if channels do not fit."""

@@ -64,9 +64,7 @@ class Options:
 
     def check(self) -> list[str]:
         if self.preference_loss == "ipo" and self.label_smoothing:
-            return [
-                f"label_smoothing is {self.label_smoothing}, which preference_loss ipo does not have: remove one of them"
-            ]
+            return [f"label_smoothing is {self.label_smoothing}, which preference_loss ipo does not have: remove one"]
         return []
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from addons.tasks.image_classification import decoding
 from addons.tasks.image_classification.decoding import open_image, read_image
-from addons.tasks.image_classification.image_processor import normalize, read_image_processor
+from addons.tasks.image_classification.image_processor import TRAINING, ImageOptions, normalize, read_image_processor
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from src.config.errors import UsageError
@@ -24,33 +24,23 @@ from src.config.fields import option
 from src.models.build_model import build_model, build_plain_model, saved_config
 from src.models.chunked_cross_entropy import sums_from_logits
 from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import ClassCrossEntropy, at_least_float32, class_weights_of
+from src.models.cross_entropy import at_least_float32, class_weights_of
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import labels_of_model, require_columns, set_labels
 
 HEAD = "SemanticSegmentation"
-TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may be new in a pretrained model
 
 
 @dataclass
-class Options(ClassCrossEntropy):
+class Options(ImageOptions):
     class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
     num_classes: int | None = option("number of classes, if they have no names", min=2, from_checkpoint=True)
     ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255, from_checkpoint=True)
-    image_column: str = option("column of the image", "image", from_checkpoint=True)
     label_column: str = option("column of the image of class ids", "label", from_checkpoint=True)
-    image_size: int | None = option(
-        "resize images to this height and width, in pixels (default: their own)", min=1, from_checkpoint=True
-    )
-    image_mean: list[float] = option(
-        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
-    )
-    image_std: list[float] = option("standard deviation of each channel", [], from_checkpoint=True)
     unet_widths: list[int] = option("channels of each level of the U-Net", [16, 32, 64], from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1, **TRAINING)
-    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
     dice_loss: float = option(
         "weight of 1 − the soft Dice coefficient of each image, averaged by labeled pixels, in the training loss",
         0.0,

@@ -4,14 +4,13 @@
 Tests: tests/addons/tasks/test_segmentation.py.
 """
 
-import io
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from addons.tasks.image_classification.decoding import file_bytes
+from addons.tasks.image_classification.decoding import file_bytes, open_file
 from src.config.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def open_label(data: bytes | np.ndarray) -> "Image":
     """Return an image of class ids; in a palette image they are the palette indices. Raise ValueError for colors."""
     from PIL import Image
 
-    image = Image.open(io.BytesIO(bytes(data)))
+    image = open_file(data)
     image.load()
     if image.mode not in ("L", "P", "1", "I", "I;16"):
         raise ValueError(f"its pixels are of mode {image.mode}: class ids need one channel, such as a gray PNG")

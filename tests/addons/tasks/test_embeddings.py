@@ -98,9 +98,7 @@ def test_ranks_by_hand_and_equal_texts_are_ties(monkeypatch, chunk):
     assert found["recall_at_1"] == np.mean(np.array(ranks) <= 1)
     assert found["recall_at_10"] == np.mean(np.array(ranks) <= 10)
     for alike in (torch.ones_like(vectors), torch.full_like(vectors, torch.nan)):  # a model that has collapsed
-        found = contrastive.retrieval_metrics(alike[:, 0], alike[:, 1:], texts)
-        assert (found["recall_at_1"], found["recall_at_10"]) == (0, 0)
-        assert found["mrr"] < 0.02
+        assert max(contrastive.retrieval_metrics(alike[:, 0], alike[:, 1:], texts).values()) < 0.02
 
 
 def test_evaluation_by_hand(folder, tmp_path):
@@ -112,8 +110,7 @@ def test_evaluation_by_hand(folder, tmp_path):
     model = AutoModel.from_pretrained(run.folder / "final").eval()
     rows = texts_of(folder, "validation.jsonl")
     vectors, others = vectors_by_hand(folder, model, rows), [row[1:] for row in rows]
-    found = dict.fromkeys(text for row in others for text in row)
-    names = torch.tensor([[[*found].index(text) for text in row] for row in others])
+    names = torch.tensor([[hash(text) for text in row] for row in others])
     assert len(names.unique()) < names.numel()  # some rows have a text of another row
     blocks = [(vectors[a : a + 10, 0] * scale, vectors[a : a + 10, 1:]) for a in (0, 10, 20)]
     line = run.kind("eval")[-1]
@@ -131,17 +128,14 @@ def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys
     assert "the column negative is not used: give --negative_column negative" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "mode", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}]
-)
+@pytest.mark.parametrize("mode", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True, "pooling_mode_max": False}])
 def test_other_pooling_than_that_of_sentence_transformers_is_warned_about(folder, tmp_path, capsys, mode):
     model = tmp_path / "model"
     AutoModel.from_config(AutoConfig.for_model(**BERT, vocab_size=18)).save_pretrained(model)
-    AutoTokenizer.from_pretrained(folder / "tokenizer").save_pretrained(model)
     (model / "1_Pooling").mkdir()
     (model / "1_Pooling/config.json").write_text(json.dumps({"embedding_dimension": 32, "include_prompt": True} | mode))
     fields = recipe(folder, model_name_or_path=model)
-    del fields["model_config"], fields["tokenizer_name"]
+    del fields["model_config"]
     for pooling in ("cls", "mean"):
         kit.open_data(**fields, pooling=pooling)
         assert ("pooling is mean, but" in capsys.readouterr().err) == (pooling == "mean")

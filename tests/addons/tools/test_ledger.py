@@ -51,7 +51,7 @@ def test_command_exit_codes(one, tmp_path, capsys):
     words = [sys.executable, "-m", "addons.tools.ledger", tmp_path / "none"]
     done = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path / 'none'} has no ledger.jsonl")
+    assert done.stderr.strip().startswith(f"error: {tmp_path / 'none'} has no ledger.jsonl")
 
 
 def test_compare_names_missing_steps_and_skips_a_torn_line(one, tmp_path):
