@@ -108,13 +108,20 @@ class Encoder:
     def _encode_completions(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for name in ("prompt", "completion"):
             require_text(batch[name], name, locations)
-        # Tokenized separately, because at generation the prompt is tokenized alone.
+        # The prompt is tokenized alone, as at generation, and the completion as it follows it: SentencePiece would begin a
+        # text of its own with a space. It is tokenized alone where one token would hold parts of both.
         prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
-        completions = tokenize_with_bytes(self.tokenizer, batch["completion"], add_special_tokens=False)
-        adds_eos = self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id]
-        for (head, _), completion in zip(prompts, completions, strict=True):
-            head = head[:-1] if adds_eos else head  # one that the prompt itself ends with stays
-            tail, sizes = self._with_eos(*completion)
+        texts = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
+        both = tokenize_with_bytes(self.tokenizer, texts)
+        end = -1 if self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id] else None  # without its eos
+        for (head, _), whole, completion in zip(prompts, both, batch["completion"], strict=True):
+            head = head[:end]  # an end of text that the prompt itself ends with stays
+            ids, sizes = (values[:end] for values in whole)
+            if ids[: len(head)] == head:
+                ids, sizes = ids[len(head) :], sizes[len(head) :]
+            else:
+                [(ids, sizes)] = tokenize_with_bytes(self.tokenizer, [completion], add_special_tokens=False)
+            tail, sizes = self._with_eos(ids, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
 

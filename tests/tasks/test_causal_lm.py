@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from src.config.errors import UsageError
 from src.models.varlen_attention import document_bounds, takes_lengths, varlen_attention
@@ -241,6 +244,19 @@ def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer):
     _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
     tail = [*tokenizer("if")["input_ids"], eos]
     assert [row["input_ids"].tolist() for row in rows] == [ids + tail for ids in tokenizer(texts)["input_ids"]]
+
+
+def test_completion_is_tokenized_as_it_follows_its_prompt(folder):
+    """SentencePiece begins a text with a space, which a completion does not have; "if" would be one token of "i" and "f"."""
+    words = {word: i for i, word in enumerate(["<unk>", EOS, "▁def", "▁f", "f", "▁return", "▁", ":", "i", "▁if"])}
+    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = Sequence([Metaspace(), Split(Regex("▁?(if|[a-z]+|:)"), "isolated")])
+    PreTrainedTokenizerFast(tokenizer_object=model, eos_token=EOS).save_pretrained(folder / "own")
+    pairs = [("def:", "f"), ("def", " return"), ("i", "f")]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
+    texts = [["▁def", ":", "f", EOS], ["▁def", "▁return", EOS], ["<unk>", "▁f", EOS]]
+    assert [row["input_ids"].tolist() for row in rows] == [[words[word] for word in text] for text in texts]
 
 
 @pytest.mark.parametrize("packing", [True, False])
