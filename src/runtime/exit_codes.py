@@ -187,8 +187,8 @@ def write_outcome(code: int, message: str) -> None:
     with suppress(OSError):
         status = run_status.read_status(_run_folder)
         if status.get("status") != "failed":
-            lines = jsonl.read_lines(_run_folder / "metrics.jsonl")[-1:]
-            step = max([status.get("step") or 0, *(line["step"] for line in lines)])  # of a failure: the last line's
+            # Of a failure: the last line's.
+            step = max(status.get("step") or 0, jsonl.last_step(_run_folder / "metrics.jsonl"))
             run_status.write_status(_run_folder, outcome, step, code, message.strip().splitlines()[-1])
 
 

@@ -7,9 +7,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from src.config.errors import warn
 
@@ -75,21 +76,33 @@ def read_lines(path: Path) -> list[dict]:
     return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
+def lines_from_end(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (its end, its value) of each line of a JSON Lines file, the last one first; None for a broken line."""
+    data = path.read_bytes() if path.exists() else b""
+    end = len(data)
+    while end:
+        start, value = data.rfind(b"\n", 0, end - 1) + 1, None
+        with suppress(ValueError):
+            value = json.loads(data[start:end]) if data[end - 1 : end] == b"\n" else None  # cut off by a kill
+        yield end, value
+        end = start
+
+
+def last_step(path: Path) -> int:
+    """Return the `step` of the last line that has one, or 0. The file of a long run has a million lines."""
+    values = (value for _, value in lines_from_end(path))
+    return next((value["step"] for value in values if isinstance(value, dict) and "step" in value), 0)
+
+
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
     """Truncate a JSON Lines file after the last whole line for which `keeps` returns True.
 
     Truncate in place, in one file-system operation. Parse from the end, so only the dropped lines and one more."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    end = len(data)
-    while end:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        try:
-            if data[end - 1 : end] == b"\n" and keeps(json.loads(data[start:end])):
+    kept = 0
+    for end, value in lines_from_end(path):
+        with suppress(KeyError, TypeError):
+            if keeps(value):
+                kept = end
                 break
-        except (ValueError, KeyError, TypeError):
-            pass  # an incomplete line, left by a kill
-        end = start
-    if end < len(data):
-        os.truncate(path, end)
+    if path.exists() and kept < path.stat().st_size:
+        os.truncate(path, kept)

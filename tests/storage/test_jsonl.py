@@ -64,3 +64,14 @@ def test_truncate_keeps_the_lines_up_to_a_step(tmp_path, text, kept):
     jsonl.truncate_after(path, lambda line: line["step"] <= 3)
     assert path.read_text() == kept
     assert path.stat().st_ino == inode  # in place
+
+
+def test_last_step_is_read_from_the_end(tmp_path, monkeypatch):
+    """A run that ends looks up its last step: with all lines parsed, a million steps would take seconds and gigabytes."""
+    path, parsed = tmp_path / "a.jsonl", []
+    assert jsonl.last_step(path) == 0
+    path.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 1001)) + '[1]\n{"kind": "x"}\n{"step": 10')
+    loads = json.loads
+    monkeypatch.setattr(jsonl.json, "loads", lambda text: parsed.append(text) or loads(text))
+    assert jsonl.last_step(path) == 1000
+    assert len(parsed) == 3
