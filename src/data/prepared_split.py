@@ -219,7 +219,9 @@ def repeated(splits: dict) -> tuple[int, int]:
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():  # a stream has none
         return 0, 0
     train, validation = (
-        np.concatenate([part.array("hashes")[:MANY] for _, _, part in splits[name].segments()])
-        for name in ("train", "validation")
+        [part.array("hashes")[:MANY] for _, _, part in splits[name].segments()] for name in ("train", "validation")
     )
-    return int(np.isin(validation[: MANY // 50], train).sum()), len(validation[: MANY // 50])
+    checked = np.concatenate(validation)[: MANY // 50]
+    wanted = pa.array(checked)
+    found = [np.unique(part[pc.is_in(pa.array(part), wanted).to_numpy(zero_copy_only=False)]) for part in train]
+    return int(np.isin(checked, np.concatenate(found)).sum()), len(checked)

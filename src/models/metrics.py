@@ -3,6 +3,8 @@
 Tests: tests/tasks/test_text_classification.py and tests/addons/metrics/test_evaluate.py.
 """
 
+from functools import partial
+
 import numpy as np
 
 from src.config.addons import addon_names, load_addon
@@ -12,12 +14,10 @@ ADDON = ("metrics", "evaluate")  # room and name
 
 def f1(predictions, references) -> float:
     """Return the harmonic mean of precision and recall, averaged over the labels that occur (macro), in float64."""
-    predictions, references = np.asarray(predictions), np.asarray(references)
-    scores = []
-    for label in np.union1d(predictions, references):
-        predicted, true = predictions == label, references == label
-        scores.append(2 * np.sum(predicted & true) / (predicted.sum() + true.sum()))
-    return float(np.mean(scores))
+    labels, ids = np.unique(np.stack([predictions, references]), return_inverse=True)
+    predicted, true = ids.reshape(2, -1)
+    count = partial(np.bincount, minlength=len(labels))
+    return float(np.mean(2 * count(true[predicted == true]) / (count(predicted) + count(true))))
 
 
 def pearson(predictions, references) -> float:
