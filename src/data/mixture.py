@@ -5,7 +5,7 @@ Tests: tests/data/test_mixture.py.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 import numpy as np
@@ -23,8 +23,8 @@ class Mixture:
     def __init__(self, parts: dict, weights: list[float] | None = None, training: bool = True):
         self.parts = parts
         rows = [len(part) for part in parts.values()]
-        self.starts = np.cumsum([0, *rows])
         self.lengths = NumbersByRow(parts, attrgetter("lengths"), np.int64)
+        self.starts = self.lengths.starts
         self.quotas = mixture_quotas(rows, weights) if training else None
         for name, (_, draws) in zip(parts, self.quotas or [], strict=False):
             if not draws:
@@ -62,8 +62,7 @@ class Mixture:
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows with the given ids, in the order of `ids`."""
         rows: list = [None] * len(ids)
-        for _, first, part in self.segments():
-            mine = np.flatnonzero((ids >= first) & (ids < first + len(part)))
+        for part, first, mine in self.lengths.by_part(ids):
             for i, row in zip(mine.tolist(), part.rows(ids[mine] - first), strict=True):
                 rows[i] = row
         return rows
@@ -73,12 +72,17 @@ class NumbersByRow:
     """A number for each row of a mixture, indexed by an array of row ids."""
 
     def __init__(self, parts: dict, array_of: Callable, dtype: type):
-        self.parts, self.array_of, self.dtype = parts, array_of, dtype
+        self.parts, self.array_of, self.dtype = list(parts.values()), array_of, dtype
+        self.starts = np.cumsum([0, *map(len, self.parts)])
+
+    def by_part(self, ids: np.ndarray) -> Iterator[tuple]:
+        """Yield (part, id of its first row, where in `ids` its rows are) of the parts that have some of `ids`."""
+        numbers = np.searchsorted(self.starts, ids, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            yield self.parts[number], int(self.starts[number]), np.flatnonzero(numbers == number)
 
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        numbers, first = np.empty(len(ids), self.dtype), 0
-        for part in self.parts.values():
-            mine = (ids >= first) & (ids < first + len(part))
+        numbers = np.empty(len(ids), self.dtype)
+        for part, first, mine in self.by_part(ids):
             numbers[mine] = self.array_of(part)[ids[mine] - first]
-            first += len(part)
         return numbers
