@@ -143,7 +143,7 @@ class RunLogger:
 
 def _is_before(line: dict, state: TrainState) -> bool:
     """Return True if a line of metrics.jsonl describes work that `state` already includes."""
-    done = {"train": state.logged, "eval": state.evaluated}.get(line["kind"], state.step)
+    done = {"train": state.logged, "eval": state.evaluated}.get(str(line.get("kind")), state.step)
     return line["step"] < state.step or (line["step"] == state.step == done)
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from src.config.errors import warn
 
@@ -76,33 +75,28 @@ def read_lines(path: Path) -> list[dict]:
     return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
-def lines_from_end(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (its end, its value) of each line of a JSON Lines file, the last one first; None for a broken line."""
+def lines_from_end(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yield (end in the file, value) of each whole line that is an object with a `step`, the last one first."""
     data = path.read_bytes() if path.exists() else b""
     end = len(data)
     while end:
-        start, value = data.rfind(b"\n", 0, end - 1) + 1, None
+        start = data.rfind(b"\n", 0, end - 1) + 1
         with suppress(ValueError):
-            value = json.loads(data[start:end]) if data[end - 1 : end] == b"\n" else None  # cut off by a kill
-        yield end, value
+            line = json.loads(data[start:end]) if data[end - 1 : end] == b"\n" else None  # cut off by a kill
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield end, line
         end = start
 
 
 def last_step(path: Path) -> int:
     """Return the `step` of the last line that has one, or 0. The file of a long run has a million lines."""
-    values = (value for _, value in lines_from_end(path))
-    return next((value["step"] for value in values if isinstance(value, dict) and "step" in value), 0)
+    return next((line["step"] for _, line in lines_from_end(path)), 0)
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
     """Truncate a JSON Lines file after the last whole line for which `keeps` returns True.
 
     Truncate in place, in one file-system operation. Parse from the end, so only the dropped lines and one more."""
-    kept = 0
-    for end, value in lines_from_end(path):
-        with suppress(KeyError, TypeError):
-            if keeps(value):
-                kept = end
-                break
+    kept = next((end for end, line in lines_from_end(path) if keeps(line)), 0)
     if path.exists() and kept < path.stat().st_size:
         os.truncate(path, kept)
