@@ -116,7 +116,7 @@ class Encoder:
         end = -1 if self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id] else None  # without its eos
         for (head, _), whole, completion in zip(prompts, both, batch["completion"], strict=True):
             head = head[:end]  # an end of text that the prompt itself ends with stays
-            ids, sizes = (values[:end] for values in whole)
+            ids, sizes = whole[0][:end], whole[1][:end]
             if ids[: len(head)] == head:
                 ids, sizes = ids[len(head) :], sizes[len(head) :]
             else:
