@@ -1,7 +1,7 @@
 """The optimizer that `optim` names: its class and its arguments.
 
-A name is one of torch.optim or of the package pytorch_optimizer (requirements-extra.txt), in any case, without `_`.
-Tests: tests/training/test_optimizers.py.
+A name, in any case and without `_`, is a class of torch.optim, of the package pytorch_optimizer (requirements-extra.txt),
+or of the file with this name in addons/optimizers/. Tests: tests/training/test_optimizers.py.
 """
 
 import importlib
@@ -33,7 +33,8 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     import torch
 
     package, _, given = optim.rpartition("/")
-    name, classes, problem = normalized(BUILT_IN.get(given, given)), {} if package else _classes(torch.optim), ""
+    name, problem = normalized(BUILT_IN.get(given, given)), ""
+    classes = {} if package else _classes(torch.optim) | _classes(optimizer_addon(optim) or torch.optim)
     if package == PACKAGE or (not package and name not in classes):
         try:
             classes = _classes(importlib.import_module(PACKAGE)) | classes
@@ -41,7 +42,7 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
             problem = f" ({PACKAGE} has more of them: {error})"
     if name not in classes:
         near = did_you_mean(name, classes)
-        raise UsageError(f"optim is {optim}: not a class of torch.optim or {PACKAGE}{near}{problem}")
+        raise UsageError(f"optim is {optim}: not a class of torch.optim, {PACKAGE} or addons/optimizers{near}{problem}")
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
         hint = "use adamw or sgd with techniques: schedule_free"
         raise UsageError(f"optim is {optim}, which trains other weights than it evaluates: {hint}")
@@ -50,8 +51,8 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
 
 def optimizer_addon(optim: str) -> ModuleType | None:
     """Return the add-on that `optim` names, None if it names a class only; raise UsageError for a missing add-on."""
-    name = "muon" if normalized(optim) in MUONS else normalized(optim)
-    return load_addon("optimizers", name) if name == "muon" or name in addon_names("optimizers") else None
+    files = {normalized(file): file for file in addon_names("optimizers")} | dict.fromkeys(MUONS, "muon")
+    return load_addon("optimizers", files[name]) if (name := normalized(optim)) in files else None
 
 
 def normalized(name: str) -> str:

@@ -31,9 +31,8 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     cls = find_class(cfg.optim)
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
     with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
-        if addon := optimizer_addon(cfg.optim):
-            return addon.make(cfg, cls, groups, options)
-        return cls(groups, **options)
+        make = getattr(optimizer_addon(cfg.optim), "make", None)
+        return make(cfg, cls, groups, options) if make else cls(groups, **options)
 
 
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from src.config import addons, optimizer_class
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
@@ -81,6 +82,15 @@ class Own(torch.optim.Optimizer):
                 mean, _, (more,) = self.state[p]["parts"]
                 half = self.state[p]["named"]["half"].add_(p.grad.to(torch.bfloat16))
                 p.sub_(mean.lerp_(p.grad, 0.5) + half.to(p.dtype), alpha=group["lr"] * (group["count"] + more))
+
+
+def test_a_file_in_addons_brings_a_class_of_its_own(monkeypatch):
+    module = ModuleType("addons.optimizers.my_own")
+    module.MyOwn = type("MyOwn", (Own,), {})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for place in (addons, optimizer_class):
+        monkeypatch.setattr(place, "addon_names", lambda room: ["my_own"])
+    assert type(make(optim="my_own", weight_decay=0.5)) is module.MyOwn
 
 
 @pytest.fixture
