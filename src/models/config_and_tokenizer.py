@@ -83,6 +83,11 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
     from transformers import AutoConfig
 
     folder = model_folder(cfg, name, field)
+    if Path(folder, "adapter_config.json").exists():  # transformers adds it to the weights only if peft is installed
+        raise UsageError(
+            f"{field}: {name} holds an adapter of the package peft, which would not be trained: merge it into its model "
+            "(merge_and_unload, save_pretrained), or remove adapter_config.json"
+        )
     with errors_of(f"{field}: no model could be read from {name}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     _refuse_hub_kernels(cfg, name, config)
@@ -233,6 +238,6 @@ def load_text_encoder(
         raise UsageError(f"{cfg.task} needs --tokenizer_name, or a model folder, with a tokenizer that has a pad_token")
     text = tokenizer_fingerprint(tokenizer)
     config = load_config(cfg, tokenizer)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id  # a decoder classifies at the last real token
+    if (part := text_config(config)).model_type not in POSITIONS_AFTER_PADDING:
+        part.pad_token_id = tokenizer.pad_token_id  # a decoder classifies at the last real token
     return tokenizer, text, config, check_fit(cfg, config, tokenizer, max_length)

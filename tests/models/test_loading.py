@@ -1,5 +1,8 @@
 """Tokenizer, configuration and model: refused if they do not fit together."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -7,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer
+from src.models.config_and_tokenizer import check_fit, load_config, load_text_encoder, load_tokenizer
 from tests.helpers import kit
 
 LM, CLASSIFIER = AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -63,6 +66,23 @@ def test_missing_weights_are_refused_except_a_new_head(saved, tmp_path):
     assert five.score.weight.shape[0] == 5
     with pytest.raises(UsageError, match=r"first score.*\[2, 32\] in the file, \[5, 32\]"):
         pretrained(tmp_path, CLASSIFIER, num_labels=5)
+
+
+def test_folder_with_an_adapter_is_refused(saved, tmp_path):
+    """transformers would add the adapter only where peft is installed, and then freeze the model."""
+    shutil.copytree(saved, tmp_path / "model")
+    (tmp_path / "model/adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds an adapter of the package peft.*: merge it"):
+        pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "roberta"])
+def test_decoder_takes_the_padding_of_the_tokenizer(tokenizer, tmp_path, model_type):
+    """It classifies at the last token that is no padding. Positions of RoBERTa begin after the padding of its weights."""
+    part = {"vocab_size": 300, "pad_token_id": 7}
+    cfg = config_file(tmp_path, model_type=model_type, **({"text_config": part} if model_type == "gemma3" else part))
+    config = load_text_encoder(replace(cfg, tokenizer_name=tokenizer), 32)[2]
+    assert config.get_text_config().pad_token_id == (7 if model_type == "roberta" else 1)
 
 
 def test_random_model_gets_vocabulary_and_special_ids_from_the_tokenizer(tokenizer, tmp_path):
