@@ -55,6 +55,8 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
         return
     for name in ("tokenizer", "image_processor"):
         if (part := getattr(task, name, None)) is not None:
+            if getattr(part, "is_fast", False):
+                part.backend_tokenizer.no_truncation()  # else to the length of the last call, if this process made one
             part.save_pretrained(folder)
 
 

@@ -82,3 +82,4 @@ def set_labels(config: Any, labels: list[str]) -> None:
     """Store the label names in the model's configuration, which also sets the size of its head."""
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: i for i, label in enumerate(labels)}
+    config.problem_type = None  # of a model with several labels for each row: `pipeline` would compute sigmoids

@@ -8,7 +8,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizerFast
 
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import UsageError
@@ -133,6 +133,16 @@ def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, 
     task.labels = LABELS[::-1]
     assert init_weights(cfg, task) == tmp_path
     assert capsys.readouterr().err == ""
+
+
+def test_final_model_says_one_label_and_truncates_nothing(folder, tmp_path):
+    """The pretrained model had several labels for each text, so that a pipeline would compute sigmoids."""
+    config = BertConfig(**BERT | {"id2label": dict(enumerate(LABELS))}, problem_type="multi_label_classification")
+    kit.write_yaml(tmp_path / "bert.yaml", config.to_dict())
+    flags = kit.flags(**recipe(folder, max_steps=1, max_length=5, model_config=tmp_path / "bert.yaml"))
+    final = kit.run_training(1, tmp_path / "run", *flags).folder / "final"
+    assert AutoConfig.from_pretrained(final).problem_type is None
+    assert json.loads((final / "tokenizer.json").read_text())["truncation"] is None
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
