@@ -105,7 +105,7 @@ class Task(base.Task):
         return columns, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        """Return the columns of the prepared rows; every target ends with the end token."""
+        """Return the columns of the prepared rows; every target ends with the end token (MBart: and its language)."""
         o, limit = self.options, self.options.max_target_length
         for column in (o.source_column, o.target_column):
             require_text(batch[column], column, locations)
@@ -117,7 +117,7 @@ class Task(base.Task):
             [batch[o.target_column]],
             limit,
         )
-        targets = [ids if ids[-1:] == [self.end] else [*ids[: limit - 1], self.end] for ids in target["input_ids"]]
+        targets = [ids if self.end in ids[-2:] else [*ids[: limit - 1], self.end] for ids in target["input_ids"]]
         return {
             "input_ids": sources,
             "labels": targets,

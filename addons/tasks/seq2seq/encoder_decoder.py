@@ -37,16 +37,16 @@ def score_labels(
     """Return what the model computes for each label; the head runs only if it is not linear.
 
     The decoder reads the labels one place later. Their padding is on the right, where causal attention never looks."""
-    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
     if plain_head:
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
         return Scored(decoder_states(model, inputs, decoder_ids).flatten(0, 1), model.get_output_embeddings())
-    return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1))
+    return Scored(model(**inputs, labels=labels, use_cache=False).logits.flatten(0, 1))
 
 
 def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:
     """Return True if the logits are exactly the output embedding applied to `decoder_states`."""
-    if model.get_decoder().get_output_embeddings() is not None:
-        return False  # an encoder and a whole language model, joined by EncoderDecoderModel
+    if not hasattr(model, "prepare_decoder_input_ids_from_labels") or model.get_decoder().get_output_embeddings():
+        return False  # M2M100 (NLLB) shifts labels itself; an EncoderDecoderModel holds a whole language model
     ids = torch.arange(8).remainder(vocab_size)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return is_plain_head(
