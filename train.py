@@ -117,7 +117,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(losses, totals, data_seconds)
-        backend_checks.check_replicas(backend, model, state.step, due.replica_check())
+        backend_checks.check_replicas(backend, model, state.step, due.replica_check())  # each save checks, too
 
     if not due.complete():
         checkpoints.stop()  # never returns: saves, then exit code 75; the same command resumes

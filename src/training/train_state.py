@@ -69,7 +69,7 @@ class TrainState:
     evals_without_improvement: int = 0  # evaluations since the best one
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
-    plateau: dict | None = None  # state of a schedule that follows evaluations (reduce_lr_on_plateau)
+    plateau: dict | None = None  # state of any schedule that follows evaluations, such as reduce_lr_on_plateau
     stream: dict | None = None  # position in training data that is read during training; None: the step tells it
 
     def __post_init__(self):  # what is never saved
@@ -78,7 +78,7 @@ class TrainState:
 
     @property
     def lr_factor(self) -> float:
-        """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
+        """Return the factor of the learning rate that evaluations have led to."""
         return self.plateau["factor"] if self.plateau else 1.0
 
     def add_update(self, grad_norm: torch.Tensor, skipped: torch.Tensor, batch: StepBatch, losses: StepLosses) -> None:
