@@ -242,7 +242,7 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
         if not (plain_data(file) if "://" in file or "::" in file else inside):
             raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
     unread = sorted({file for file in source.files if Path(file).suffix in DATA} - {*map(os.path.abspath, files)})
-    if files and unread and source.split == "train":
+    if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
         warn(
             f"{source.field}: {unread[0]} and {len(unread) - 1} more not read: to use all, list them as --train_file",
             any_rank=True,

@@ -187,7 +187,7 @@ def write_outcome(code: int, message: str) -> None:
     with suppress(OSError):
         status = run_status.read_status(_run_folder)
         if status.get("status") != "failed":
-            # Of a failure: the last line's.
+            # A failure has no step of its own: the last line's counts.
             step = max(status.get("step") or 0, jsonl.last_step(_run_folder / "metrics.jsonl"))
             run_status.write_status(_run_folder, outcome, step, code, message.strip().splitlines()[-1])
 

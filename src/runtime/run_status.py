@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
     status = read_status(Path(argv[0]))
     if status:
         print(for_terminal("{}: {status}, step {step}. {reason}".format(argv[0], **status)), file=sys.stderr)
-    code = status.get("exit_code")  # a shell may compute with it
+    code = status.get("exit_code")  # a shell may evaluate it
     print(code if isinstance(code, int) else (argv[1:] or [1])[0])
 
 
