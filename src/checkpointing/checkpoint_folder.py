@@ -17,7 +17,7 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import ShardedTensorRef
-from src.storage import atomic_folder, jsonl, verify_hashes
+from src.storage import atomic_folder, verify_hashes
 from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
@@ -95,11 +95,6 @@ def read_state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "state.json").read_text())
 
 
-def read_run_id(checkpoint: Path) -> str | None:
-    """Return the id of the run that saved a checkpoint, None for other folders. It never changes in a run's folder."""
-    return jsonl.read_json(checkpoint / "state.json").get("run_id")
-
-
 # ---- the checkpoints of a run ----------------------------------------------------------------------------------------
 
 
@@ -115,10 +110,7 @@ def step_of(checkpoint: Path) -> int | None:
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
         return None
-    progress = jsonl.read_json(checkpoint / "state.json").get("progress")
-    step = progress.get("step") if isinstance(progress, dict) else None
-    step = step if isinstance(step, int) else verify_hashes.read_metadata(checkpoint).get("step")
-    return step if isinstance(step, int) and (checkpoint / "state.json").exists() else None
+    return verify_hashes.read_metadata(checkpoint).get("step") if (checkpoint / "state.json").exists() else None
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
@@ -130,18 +122,12 @@ def newest_intact(output_dir: str | Path) -> Path | None:
     return None
 
 
-def intact_at(output_dir: str | Path, step: int) -> Path | None:
-    """Return the checkpoint of a step; warn and return None if it is damaged."""
-    checkpoint = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
-    if checkpoint and (errors := verify_hashes.verify(checkpoint)):
-        warn(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
-        return None
-    return checkpoint
-
-
 def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
     """Return (the intact checkpoint of the best step, whether that or an intact final/ holds its model); 0: no such step."""
-    best = intact_at(output_dir, step) if step else None
+    best = next((path for path in list_checkpoints(output_dir) if step and step_of(path) == step), None)
+    if best and (errors := verify_hashes.verify(best)):
+        warn(f"{best} is damaged and not used: {'; '.join(errors)}")
+        best = None
     if best or not step or is_final_of(step, output_dir / "final"):
         return best, bool(step)
     warn(f"the checkpoint of the best step {step:,} is gone or damaged: final/ holds the last step")

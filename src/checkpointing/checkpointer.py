@@ -50,9 +50,8 @@ class Checkpointer:
         self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
-        is_saved = start.checkpoint is not None and resume.is_inside(start.checkpoint, self.folder)
         # (step, evaluated) of the newest checkpoint, on the main process
-        self.saved = self._now() if is_saved else None
+        self.saved = self._now() if start.is_same_run else None
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
         if self.writer.world > 1:

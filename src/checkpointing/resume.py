@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from src.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_run_id, read_state, step_of
+from src.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_state, step_of
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
@@ -20,7 +20,7 @@ from src.distributed.backend_checks import check_only_tensors
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import run_status
-from src.storage import atomic_folder, verify_hashes
+from src.storage import atomic_folder, jsonl, verify_hashes
 from src.tasks import Task
 from src.training.techniques import Techniques
 from src.training.train_state import Run, TrainState
@@ -103,20 +103,18 @@ def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
     asked, config = Path(cfg.resume), folder / "config.yaml"
     given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
     began_here = Path(given).resolve() == asked.resolve()  # the run here was started with the same --resume
-    is_of_this_run = belongs(asked, folder)
     if began_here and checkpoints:
         note = "resuming from its newest checkpoint; to go back again, remove the later ones"
         return checkpoints, [f"{folder} holds the run that began from {asked}: {note}"]
-    is_checkpoint = (asked / "state.json").exists() or (asked / verify_hashes.MANIFEST).exists()
-    if not (candidates := [asked] if is_checkpoint else list_checkpoints(asked)):
+    if not (candidates := [asked] if (asked / "state.json").exists() else list_checkpoints(asked)):
         raise UsageError(
             f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
         )
-    outputs = [path.name for path in (*checkpoints, folder / "metrics.jsonl", folder / "final") if path.exists()]
-    if outputs and not began_here and not is_of_this_run:
+    is_of_this_run = began_here or any(belongs(path, folder) for path in candidates)
+    if not is_of_this_run and (checkpoints or (folder / "metrics.jsonl").exists()):
         raise UsageError(
-            f"resume: {asked} is a checkpoint of another run than the one in output_dir {folder} ({', '.join(outputs[:3])}): "
-            "give another --output_dir, or remove --resume to resume the run in output_dir"
+            f"resume: {asked} is a checkpoint of another run than the one in output_dir {folder}: give another "
+            "--output_dir, or remove --resume to resume the run in output_dir"
         )
     return candidates, []
 
@@ -131,17 +129,12 @@ def _is_elastic_restart(output_dir: Path) -> bool:
     return is_restart
 
 
-def is_inside(checkpoint: Path, output_dir: Path) -> bool:
-    """Return True if a checkpoint lies in the checkpoints folder of the run in `output_dir`."""
-    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
-
-
-def belongs(path: Path, output_dir: Path) -> bool:
-    """Return True if `path` is `output_dir`, or a checkpoint that its run saved, even if it was moved since."""
-    if path.resolve() == output_dir.resolve() or is_inside(path, output_dir):
-        return True
-    run_id = read_run_id(path)
-    return run_id is not None and run_id in map(read_run_id, list_checkpoints(output_dir))
+def belongs(checkpoint: Path, output_dir: Path) -> bool:
+    """Return True if the run in `output_dir` saved this checkpoint, even if it was moved since."""
+    run_id = jsonl.read_json(checkpoint / "state.json").get("run_id")
+    return run_id is not None and run_id in [
+        jsonl.read_json(path / "state.json").get("run_id") for path in list_checkpoints(output_dir)
+    ]
 
 
 def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
