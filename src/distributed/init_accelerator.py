@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.schema import RunConfig
-from src.distributed import stop_signals
 from src.runtime import console, private_apis
 from src.runtime.exit_codes import run_exit_hooks
 
@@ -36,7 +35,6 @@ def check_environment() -> None:
 
 def init_accelerator(cfg: RunConfig) -> "Accelerator":
     """Return the Accelerator; raise UsageError if its process group or precision is not the requested one."""
-    stop_signals.check_launcher()
     console.reroute()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     sharding = [

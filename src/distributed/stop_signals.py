@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import src
-from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.distributed.host_group import HangReport
 from src.runtime import run_status
@@ -155,12 +154,6 @@ def _exit_early(number: signal.Signals) -> NoReturn:
     text = f"Stopped by {_display_name(number)} before training began: there is nothing to save."
     is_silent = failed or os.environ.get("RANK", "0") != "0"
     _exit(EXIT_FAILED if failed else EXIT_STOPPED, "" if is_silent else text)
-
-
-def check_launcher() -> None:
-    """Raise Stopped if the launcher ended during data preparation: its TCPStore and the other ranks are gone, too."""
-    if _has_launcher() and os.getppid() != src.LAUNCHER_PID:
-        raise Stopped("Stopped before training began: the launcher has ended.")
 
 
 def ignore_signals() -> None:

@@ -12,13 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-import src
 import train
 from src.checkpointing import checkpoint_folder, resume
 from src.config.errors import Stopped
-from src.config.schema import RunConfig
 from src.distributed import stop_signals
-from src.distributed.init_accelerator import init_accelerator
 from src.runtime import run_status
 from src.storage import verify_hashes
 from src.training import evaluation
@@ -245,14 +242,6 @@ def until_step(folder: Path, step: int) -> None:
 def workers(process: subprocess.Popen) -> list[psutil.Process]:
     """Return the training processes of a launcher."""
     return [child for child in psutil.Process(process.pid).children() if "--output_dir" in child.cmdline()]
-
-
-def test_launcher_that_has_ended_before_a_process_group_exists(monkeypatch):
-    """The rank would wait for others that have ended."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(src, "LAUNCHER_PID", -1)
-    with pytest.raises(Stopped, match="the launcher has ended"):
-        init_accelerator(RunConfig(output_dir="unused"))
 
 
 @pytest.mark.cluster
