@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import Failure, UsageError, one_line
+from src.config.errors import Failure, UsageError
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
@@ -82,11 +82,8 @@ class FSDP2(Backend):
             )
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
-        try:
-            with self._broadcast_buffers(model_with_loss):
-                module, optimizer = super().wrap(model_with_loss, optimizer)
-        except ValueError as error:  # such as a layer class that this model does not have
-            raise UsageError(f"the model does not fit fsdp_config of the accelerate file: {one_line(error)}") from error
+        with self._broadcast_buffers(model_with_loss):
+            module, optimizer = super().wrap(model_with_loss, optimizer)
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:

@@ -72,13 +72,10 @@ def complete_mesh(world: int) -> None:
 
     The accelerate file then sets only dp_replicate_size and tp_size, and fits any number of processes."""
     names = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_SHARD", "DP_REPLICATE", "TP", "CP", "SP")]
-    sizes = {name: int(os.environ.get(name, "1")) for name in names}
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or (given := math.prod(sizes.values())) == 1:
-        return
-    if sizes[names[0]] == 1:
-        os.environ[names[0]] = str(world // given)
-    elif given != world:
-        raise UsageError(f"parallelism_config: the product of its sizes is {given}, but there are {world} processes")
+    sizes = [int(os.environ.get(name, "1")) for name in names]
+    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if is_fsdp and sizes[0] == 1 and math.prod(sizes) > 1:
+        os.environ[names[0]] = str(world // math.prod(sizes))
 
 
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":

@@ -47,7 +47,6 @@ def test_two_copies_of_two_tensor_parallel_groups_leave_a_shard_size(monkeypatch
 @pytest.mark.parametrize(
     "variables, said",
     [
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3", "FSDP_VERSION": "2"}, "the product of its sizes is 3"),
         ({"FSDP_IGNORED_MODULES": ".*mlp", "FSDP_VERSION": "2"}, "fsdp_ignored_modules"),  # their gradients stay apart
         ({"FSDP_VERSION": "1"}, "fsdp_version is 1"),
         ({}, "fsdp_version is 1"),  # accelerate's default
