@@ -42,10 +42,7 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
 
 
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
-    parameter without an optimizer."""
-    if backend.is_sharded:
-        check_only_tensors(model)
+    """Raise UsageError for a layer that depends on the number of processes, or a parameter without an optimizer."""
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and backend.accelerator.num_processes > 1:
             raise UsageError(
@@ -56,7 +53,7 @@ def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.opt
     trainable = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
     if trainable:
         raise UsageError(
-            f"{_in_words(trainable)}: trainable, but in no parameter group of the optimizer: add it to one "
+            f"{', '.join(trainable[:5])}: trainable, but in no parameter group of the optimizer: add it to one "
             "(`parameter_groups` in src/training/optimizers.py), or freeze it in `build`"
         )
 
@@ -75,7 +72,7 @@ def check_trainable(parameters: dict[str, torch.nn.Parameter], trainable: set[st
     changed = [name for name, p in parameters.items() if p.requires_grad != (name in trainable)]
     if changed:
         raise UsageError(
-            f"requires_grad of {_in_words(changed)} was changed during training, which neither the optimizer nor the "
+            f"requires_grad of {', '.join(changed[:5])} was changed during training, which neither the optimizer nor the "
             "reduction of gradients notices: set it in `build` of the task; to change it later, train the second part "
             "as a run of its own with --init_from CHECKPOINT"
         )
@@ -94,17 +91,10 @@ def check_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parame
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         missing = [names[int(index)] for index in indices[1].split()] if indices else ["some parameters"]
         raise UsageError(
-            f"the loss does not use {_in_words(missing)} in this step, and DDP waits for their gradients: freeze them by "
+            f"the loss does not use {', '.join(missing[:5])} in this step, and DDP waits for their gradients: freeze them by "
             "the field freeze (an adapter of peft: name the layers in its exclude_modules), or, if other rows use them, "
             "set --ddp_find_unused_parameters true"
         ) from error
-
-
-def _in_words(names: list[str]) -> str:
-    """Return "parameter NAME" or "N parameters (NAME, …)" with at most five names."""
-    if len(names) == 1:
-        return f"parameter {names[0]}"
-    return f"{len(names)} parameters ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})"
 
 
 # ---- replicas (DDP), compared by a hash of every parameter and saved buffer ------------------------------------------

@@ -7,6 +7,7 @@ import faulthandler
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -120,15 +121,9 @@ class HangReport:
 
 
 def waiting_place() -> str:
-    """Return "FUNCTION (FILE:LINE)" of this project that the main thread is in, and the line of train.py that called it."""
-    lines, frame = [], sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
+    """Return "FUNCTION (FILE:LINE)", the innermost line of this project that the main thread is in."""
+    for frame, line in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY) and ".venv" not in path.parts:
-            lines.append((frame.f_code.co_name, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"))
-        frame = frame.f_back
-    if not lines:
-        return "code outside of this project"
-    of_loop = [place for _, place in lines if place.startswith("train.py:")]
-    name, place = lines[0]
-    return f"{name} ({place})" + (f", called at {of_loop[0]}" if of_loop and of_loop[0] != place else "")
+            return f"{frame.f_code.co_name} ({path.relative_to(REPOSITORY)}:{line})"
+    return "code outside of this project"
