@@ -30,9 +30,8 @@ class StepBuffers:
         """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
         self.module, self.device, self.all_ranks = module, device, all_ranks
         self.wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-        buffers = {name: b for name, b in persistent_buffers(module).items() if not b.is_complex()}
-        self.names = [name for name, buffer in buffers.items() if buffer.is_floating_point()]
-        owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in buffers]
+        names = [name.rpartition(".") for name, b in persistent_buffers(module).items() if not b.is_complex()]
+        owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
 
@@ -94,16 +93,6 @@ class StepBuffers:
             value = values[part] if start.is_floating_point() else values[part].nan_to_num().round()
             result.append(torch.where(moved[part], value.to(start.dtype), start))
         self._write(result)
-
-    def notes(self) -> list[str]:
-        """Return the message that says what is promised for the buffers."""
-        if not self.names:
-            return []
-        return [
-            f"the model has {len(self.names)} saved buffers (first {self.names[0]}): of those that training changes, such as "
-            "the running statistics of batch norm, each step takes the mean over its micro-batches, on any number of "
-            "processes; the batch of a batch norm is the micro-batch (per_device_batch_size)"
-        ]
 
     def _by_dtype(self) -> list[torch.Tensor]:
         """Return copies of all values, one flat tensor for each dtype."""

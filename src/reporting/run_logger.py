@@ -51,7 +51,7 @@ class RunLogger:
             plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
             self.say(console.table(plan | topology(run.backend, run.cfg)))
             self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
-            for note in start.notes + run_notes(run.cfg, run.datasets) + run.backend.buffers.notes():
+            for note in start.notes + run_notes(run.cfg, run.datasets):
                 self.say(note)
             if is_training:
                 record_exit_in(self.folder)

@@ -42,8 +42,6 @@ def test_numbers_do_not_depend_on_the_number_of_processes(flags, one, two, tmp_p
     check_same_numbers(one, two)
     check_same_numbers(one, kit.run_training(4, tmp_path / "four", *flags))
     assert one.weights["blocks.0.norm.num_batches_tracked"].item() == 16  # the steps, not the micro-batches
-    notes = [(run.folder.with_suffix(".out") / "rank0.txt").read_text() for run in (one, two)]
-    assert all("5 saved buffers (first model.constant)" in text for text in notes)
 
 
 def test_fsdp2_and_recomputation_give_the_same_buffers(flags, one, tmp_path):
