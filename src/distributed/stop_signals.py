@@ -52,10 +52,9 @@ class StopSignals:
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
         self.first_signal: float | None = None
-        if cfg.smoke:
-            return  # a smoke test has nothing to save: `exit_on_signal` ends it at any moment
-        self.inbox, self.outbox = _receive_signals()
-        threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
+        if not cfg.smoke:  # which has nothing to save: a signal ends it at any moment
+            global _training
+            _training = self
 
     def requests(self) -> list[float]:
         """Return this rank's requests [save, stop], each 0 or 1, to be summed over ranks; call it between two steps."""
@@ -72,16 +71,8 @@ class StopSignals:
 
     # ---- in the background thread ------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        while True:
-            if select.select([self.inbox], [], [], POLL_SECONDS)[0]:
-                for number in self.inbox.recv(64):
-                    if number in SIGNALS:  # others have handlers, too, such as SIGCHLD of dataloader workers
-                        self._handle(signal.Signals(number))
-            with suppress(OSError):  # a network disk may fail for a moment: try again
-                self._poll()
-
-    def _handle(self, number: signal.Signals) -> None:
+    def handle(self, number: signal.Signals) -> None:
+        """Ask for a stop; at a second signal, end this process at once."""
         now, name = time.monotonic(), _display_name(number)
         if self.first_signal is None:
             self.first_signal = now
@@ -97,7 +88,8 @@ class StopSignals:
         elif now - self.first_signal > COPY_SECONDS:
             _exit(128 + number, f"Stopped by a second {name} without saving.")
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Check the run folder, the launcher and this rank's progress."""
         if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
@@ -122,30 +114,33 @@ class StopSignals:
         return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * POLL_SECONDS
 
 
+_training: StopSignals | None = None  # what a signal asks to stop; None: nothing to save yet
+
+
 def exit_on_signal() -> None:
     """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save.
 
     A thread does it, because no handler of Python runs while this process waits for other ranks."""
-
-    def wait(inbox: socket.socket, outbox: socket.socket) -> None:
-        inbox.setblocking(True)
-        while True:
-            for number in inbox.recv(64):
-                if number in SIGNALS:
-                    _exit_early(signal.Signals(number))
-
-    threading.Thread(target=wait, args=_receive_signals(), name="early signals", daemon=True).start()
-
-
-def _receive_signals() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets: Python writes the number of every signal to the second while it is open."""
-    inbox, outbox = socket.socketpair()
+    global _training
+    _training = None
+    inbox, outbox = socket.socketpair()  # Python writes the number of every signal to the second while it is open
     for end in (inbox, outbox):
         end.setblocking(False)
     signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: None)  # Python writes only signals that have a handler
-    return inbox, outbox
+    threading.Thread(target=_listen, args=(inbox, outbox), name="stop signals", daemon=True).start()
+
+
+def _listen(inbox: socket.socket, outbox: socket.socket) -> NoReturn:
+    while True:
+        is_ready = select.select([inbox], [], [], POLL_SECONDS)[0]
+        for number in inbox.recv(64) if is_ready else b"":
+            if number in SIGNALS:  # others have handlers, too, such as SIGCHLD of dataloader workers
+                (_training.handle if _training else _exit_early)(signal.Signals(number))
+        if _training:
+            with suppress(OSError):  # a network disk may fail for a moment: try again
+                _training.poll()
 
 
 def _exit_early(number: signal.Signals) -> NoReturn:

@@ -128,7 +128,7 @@ def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 600.0)
     signals = bare_signals(tmp_path)
     for _ in range(2):
-        signals._handle(signal.SIGTERM)
+        signals.handle(signal.SIGTERM)
     assert signals.reason == "SIGTERM"
 
 
