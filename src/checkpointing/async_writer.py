@@ -20,7 +20,7 @@ from src.checkpointing.tensor_files import Tensors, collect_shards, write_index,
 from src.config.errors import Failure, UsageError, is_disk_error, warn
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
-from src.distributed.sharded_tensors import gather_full, is_partial
+from src.distributed.sharded_tensors import gather_full
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
@@ -161,16 +161,15 @@ class HostCopy:
         Sharded tensors are gathered one at a time (a collective)."""
         rank_of = assign_tensors_to_ranks(tensors, self.world)
         copies: dict[str, Tensors] = {part: {} for part in tensors}
-        copied: dict[Any, torch.Tensor | None] = {}  # storage key -> copy, or None if another rank writes it
+        copied: dict[int, torch.Tensor | None] = {}  # id of a tensor -> copy, or None if another rank writes it
         from_device = False
         for part, named in tensors.items():
             for name, value in named.items():
-                storage = _storage_key(value)
-                if storage not in copied:
+                if id(value) not in copied:
                     full = gather_full(value)
                     from_device |= full.device.type != "cpu"
-                    copied[storage] = self._copy((part, name), full) if rank_of[part, name] == self.rank else None
-                if (copy := copied[storage]) is not None:
+                    copied[id(value)] = self._copy((part, name), full) if rank_of[part, name] == self.rank else None
+                if (copy := copied[id(value)]) is not None:
                     copies[part][name] = copy
         if from_device:
             torch.accelerator.synchronize()
@@ -181,13 +180,6 @@ class HostCopy:
         if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
             memory = self.memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
         return memory.copy_(value, non_blocking=True)
-
-
-def _storage_key(value: Any) -> Any:
-    """Return a key that is equal for two names only if they are the same tensor (tied weights)."""
-    if is_partial(value) or not value.nbytes:
-        return id(value)
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def assign_tensors_to_ranks(tensors: dict[str, dict[str, Any]], world: int) -> dict[tuple[str, str], int]:

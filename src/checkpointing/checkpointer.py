@@ -200,9 +200,10 @@ class Checkpointer:
     def _start_final(self, final: Path, best: Path | None) -> None:
         """Start writing final/ from the checkpoint `best`, else from the model in memory."""
         run, writer, tensors = self.run, self.writer, {}
+        if not writer.writes:
+            return
         if best is None:
-            tensors = checkpoint_folder.collect_tensors(run.backend, run.model, {})[0]
-            tensors = (self.memory.take(tensors) if run.backend.is_sharded else tensors)["model"]
+            tensors = self.memory.take(checkpoint_folder.collect_tensors(run.backend, run.model, {})[0])["model"]
 
         def write(folder: Path) -> None:
             if best is None:
@@ -213,8 +214,7 @@ class Checkpointer:
         def complete(folder: Path) -> bool:
             return model_folder.complete_final(folder, run, self.metadata["config"], self.final_step, self.average)
 
-        if writer.writes:
-            writer.start("THE FINAL MODEL", lambda: writer.publish(final, self.final_step, write, complete))
+        writer.start("THE FINAL MODEL", lambda: writer.publish(final, self.final_step, write, complete))
 
     # ---- for the summary and --smoke ---------------------------------------------------------------------------------
 

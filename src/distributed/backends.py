@@ -230,9 +230,8 @@ class Backend:
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 
     def named_weights(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the detached state dict. DTensors are not detached: tied ones are recognized as the same parameter."""
-        values = model.state_dict(keep_vars=True).items()
-        return {name: value if is_partial(value) else value.detach() for name, value in values}
+        """Return the state dict with the parameters themselves: tied ones are recognized as the same object."""
+        return model.state_dict(keep_vars=True)
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""

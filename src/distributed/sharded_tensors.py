@@ -29,7 +29,7 @@ def gather_full(value: Any) -> torch.Tensor:
     """Return the full tensor. For a sharded tensor this is a collective, and every process holds the full tensor."""
     if isinstance(value, ShardedTensorRef):
         return value.gather()
-    return value.detach().full_tensor() if is_partial(value) else value
+    return value.detach().full_tensor() if is_partial(value) else value.detach()
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
