@@ -5,7 +5,6 @@ main process writes, and no other rank waits for its disk. If the model is shard
 tensors, and the main process publishes the folder. The background thread never calls a collective.
 """
 
-import logging
 import re
 import shutil
 import threading
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 
 from src.checkpointing.tensor_files import Tensors, collect_shards, write_index, write_shard
-from src.config.errors import Failure, UsageError, is_disk_error, warn
+from src.config.errors import UsageError, is_disk_error, warn
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
-log = logging.getLogger("run")
 EXIT_WAIT = 60.0  # seconds that a process that ends waits for its write; a launcher may kill it sooner
 NAME = "checkpoint writer"  # of the thread
 
@@ -65,8 +63,6 @@ class BackgroundWriter:
             try:
                 work()
                 self.failures = 0
-            except Failure as error:  # another rank's error of code: that rank ends the run with its traceback
-                log.error("%s is not saved: %s", what, error)
             except BaseException as error:
                 if is_disk_error(error):
                     self._count_failure(what, error)

@@ -17,7 +17,7 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import ShardedTensorRef
-from src.storage import atomic_folder, verify_hashes
+from src.storage import verify_hashes
 from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
@@ -135,12 +135,11 @@ def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
 
 
 def prune(cfg: RunConfig, best_step: int = 0) -> None:
-    """Delete unfinished checkpoints, and all except the last `save_total_limit`, those at multiples of `save_keep_every`
-    steps, and the best one if `metric_for_best_model` is set. Warn if the disk fails.
+    """Delete all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, and the
+    best one if `metric_for_best_model` is set. Warn if the disk fails.
 
     Checkpoints that a user renamed and symlinks are never deleted."""
     try:
-        atomic_folder.remove_unfinished(Path(cfg.output_dir, "checkpoints"), "step_*")
         saved = [path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_")]
         for path in [path for path in saved if not path.is_symlink()][: -cfg.save_total_limit]:
             step = step_of(path) or 0

@@ -134,6 +134,4 @@ def _has_same_rates(cfg: RunConfig, state: dict, examples: int) -> bool:
     if follows_evaluations(cfg) and cfg.eval_steps and progress["evaluated"] % cfg.eval_steps:
         return False  # it has counted the evaluation at the end, which the longer run would not have had
     old_rate, new_rate = make_schedule(before, old_length), make_schedule(cfg, new_length)
-    done = progress["updates"]
-    sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}  # of a long run, the first and last 1,000
-    return all(old_rate(update) == new_rate(update) for update in sampled)
+    return all(old_rate(update) == new_rate(update) for update in range(progress["updates"]))

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from src.config.errors import DiskError, Failure, is_disk_error
+from src.config.errors import DiskError, is_disk_error
 from src.runtime import private_apis
 from src.storage import atomic_folder, verify_hashes
 
@@ -80,20 +80,20 @@ def write_shard(shards: Path, rank: int, write: Callable[[Path], None]) -> None:
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
             atomic_folder.fsync(path)
-        result = {"files": {path.name: verify_hashes.hash_file(path) for path in files}}
+        hashes = {path.name: verify_hashes.hash_file(path) for path in files}
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the space, if only for the next line
-        atomic_folder.rewrite(outcome, json.dumps({"error": str(error), "disk": is_disk_error(error)}))
+        atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
         if not is_disk_error(error):
             raise
     else:
-        atomic_folder.rewrite(outcome, json.dumps(result))
+        atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
 
 
 def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> dict[str, dict]:
     """Move all other ranks' files into `folder`; return their hashes.
 
-    Raise DiskError if a rank's disk failed or a rank is late, Failure if a rank has an error that ends the run."""
+    Raise DiskError if a rank has failed or is late."""
     end, hashes = time.monotonic() + patience, {}
     for rank in range(1, world):
         outcome = shards / f"{rank}.json"
@@ -102,9 +102,8 @@ def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHA
                 raise DiskError(None, f"rank {rank} has not written its shard in {patience:g} s")
             time.sleep(0.02)
         result = json.loads(outcome.read_text())
-        if "error" in result:
-            text = f"{result['error']}, on rank {rank}"
-            raise DiskError(None, text) if result["disk"] else Failure(text)
+        if "error" in result:  # if it is one of code, that rank also ends the run
+            raise DiskError(None, f"{result['error']}, on rank {rank}")
         for name in result["files"]:
             (shards / str(rank) / name).rename(folder / name)
         hashes |= result["files"]

@@ -47,8 +47,6 @@ def update_all(optimizer: torch.optim.Optimizer) -> None:
 def flatten(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state with keys such as "exp_avg/layers.0.weight"; raise UsageError for what no checkpoint can hold."""
     name_of = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    if not {id(parameter) for parameter in optimizer.state} <= name_of.keys():
-        raise UsageError("optim: the state of the optimizer has an entry that belongs to no parameter")
     by_name = {name_of[id(parameter)]: state for parameter, state in optimizer.state.items()}
     if not _is_simple(optimizer):
         for index, group in enumerate(optimizer.param_groups):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from src.checkpointing import async_writer
 from src.checkpointing.tensor_files import TensorReader, collect_shards, write_shard
-from src.config.errors import DiskError, Failure, UsageError
+from src.config.errors import DiskError, UsageError
 from src.distributed.host_group import HostGroup
 from src.storage import verify_hashes
 from tests.helpers import kit
@@ -57,7 +57,7 @@ def _writer(rank: int) -> async_writer.BackgroundWriter:
     [
         (0, OSError(28, "disk full"), nullcontext(), pytest.raises(OSError, match=r"disk full$")),
         (1, OSError(28, "disk full"), nullcontext(), pytest.raises(DiskError, match="disk full, on rank 1")),
-        (1, TypeError("a bug"), pytest.raises(TypeError), pytest.raises(Failure, match="a bug, on rank 1")),
+        (1, TypeError("a bug"), pytest.raises(TypeError), pytest.raises(DiskError, match="a bug, on rank 1")),
     ],
 )
 def test_failed_save_leaves_no_shards(tmp_path, failing, error, of_rank, of_main):
