@@ -94,36 +94,19 @@ def run_on_main(accelerator: "Accelerator", work: Callable[[], Any]) -> Any:
 
 # ---- a rank that waits too long: tests/distributed/test_hang_report.py ----------------------------------------------------
 
-SHARE = 0.5  # of ddp_timeout, after which a collective fails
 
-
-class HangReport:
-    """Reports each hang of this rank once; call `check` every second or so from another thread than the main one."""
-
-    def __init__(self, folder: Path, rank: int, ddp_timeout: float):
-        self.file, self.rank, self.patience = folder / "logs" / f"stacks_rank_{rank}.txt", rank, SHARE * ddp_timeout
-        self.reported = 0.0  # the time of the last progress before the last hang
-
-    def check(self, now: float) -> None:
-        """Report a hang if the last sum over all ranks (one in every step) was too long before `now`."""
-        idle = now - last_sum
-        if idle < self.patience or self.reported == last_sum:
-            return
-        self.reported = last_sum
-        place = waiting_place()
-        with suppress(OSError), self.file.open("w") as file:  # the message must come even if the disk is full
-            faulthandler.dump_traceback(file, all_threads=True)
-        warn(
-            f"rank {self.rank} has made no progress for {idle:.0f} s; it is in {place}; stacks: {self.file}. The ranks that "
-            "wait in a sum or in a reduction of gradients wait for one that is elsewhere, or does not report",
-            any_rank=True,
-        )
-
-
-def waiting_place() -> str:
-    """Return "FUNCTION (FILE:LINE)", the innermost line of this project that the main thread is in."""
+def report_hang(rank: int, idle: float, file: Path) -> None:
+    """Write the stacks of all threads to `file`; warn with the innermost line of this project in the main thread."""
+    place = "code outside of this project"
     for frame, line in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY) and ".venv" not in path.parts:
-            return f"{frame.f_code.co_name} ({path.relative_to(REPOSITORY)}:{line})"
-    return "code outside of this project"
+            place = f"{frame.f_code.co_name} ({path.relative_to(REPOSITORY)}:{line})"
+            break
+    with suppress(OSError), file.open("w") as stacks:  # the message must come even if the disk is full
+        faulthandler.dump_traceback(stacks, all_threads=True)
+    warn(
+        f"rank {rank} has made no progress for {idle:.0f} s; it is in {place}; stacks: {file}. The ranks that wait in a sum "
+        "or in a reduction of gradients wait for one that is elsewhere, or does not report",
+        any_rank=True,
+    )

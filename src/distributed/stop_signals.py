@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import src
 from src.config.schema import RunConfig
-from src.distributed.host_group import HangReport
+from src.distributed import host_group
 from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
@@ -32,6 +32,7 @@ DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 COPY_SECONDS = 1.0
 TRACKER_SECONDS = 2.0  # time for trackers to close when the process must end at once
 POLL_SECONDS = 0.5  # between two checks of files and clocks
+HANG_SHARE = 0.5  # of ddp_timeout, after which a collective fails
 PROCESS_START = src.STARTED
 
 log = logging.getLogger("run")
@@ -45,7 +46,7 @@ class StopSignals:
         self.folder = Path(cfg.output_dir)
         self.deadline = None if cfg.time_limit is None else PROCESS_START + 60 * cfg.time_limit
         self.has_launcher = _has_launcher()
-        self.hangs = HangReport(self.folder, self.rank, cfg.ddp_timeout)
+        self.hang_seconds, self.last_hang = HANG_SHARE * cfg.ddp_timeout, 0.0
         self.reason: str | None = None  # why this rank wants to stop
         self.save_requested = False
         self.step_seconds = 0.0  # of the slowest step
@@ -94,7 +95,10 @@ class StopSignals:
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
-        self.hangs.check(time.monotonic())
+        idle = time.monotonic() - host_group.last_sum  # a step has at least one sum over all ranks
+        if idle > self.hang_seconds and self.last_hang != host_group.last_sum:
+            self.last_hang = host_group.last_sum  # report each hang once
+            host_group.report_hang(self.rank, idle, self.folder / "logs" / f"stacks_rank_{self.rank}.txt")
         if self.is_main:
             self._poll_requests()
 
