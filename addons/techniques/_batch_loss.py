@@ -60,7 +60,7 @@ class BatchLossTask(Task, BatchLoss):
     ) -> tuple[list[str], np.ndarray]:
         """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
 
-        `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
+        `table` is (micro-batches, names); `values` are the vectors of all rows."""
         by_block = []
         for block in blocks:
             sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))

@@ -43,7 +43,7 @@ def evaluate(
     plan, accelerator = make_plan(split, cfg, task), backend.accelerator
     rounds = -(-len(plan.micro_batches) // backend.data_world_size)
     mine = share_of_rank(backend, plan.micro_batches, rounds)
-    results = Results(plan)
+    results: list[tuple[MicroBatch, dict[str, np.ndarray]]] = []
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
 
@@ -58,10 +58,9 @@ def evaluate(
             if stopping and backend.hosts.sum([stopping()])[0]:
                 return None
             outputs = [forward(*item) for item in islice(batches, ASK)]
-            for output in outputs:
-                results.add(*output)  # waits for the device
+            results += [(micro, _on_host(batch, out)) for micro, batch, out in outputs if not micro.dummy]
             progress.update(len(outputs))
-    return _combine(backend, task, results)
+    return _combine(backend, task, plan, results)
 
 
 def share_of_rank(backend: Backend, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
@@ -89,10 +88,6 @@ class Plan(NamedTuple):
     sources: list[Part]
     blocks: list[Part]  # of `global_batch_size` rows, for a task with `sums_by_block`; micro-batches never cross them
 
-    @property
-    def examples(self) -> int:
-        return self.sources[-1].rows.stop
-
 
 def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
     """Return the plan of an evaluation of at most `cfg.max_eval_examples` rows of each source of `split`."""
@@ -116,68 +111,46 @@ def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-class Results:
-    """This rank's sums by micro-batch and values by example, on the host; zero if another rank computes them."""
+def _on_host(batch: Batch, out: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return what a micro-batch adds to the evaluation, in float64 or int64; this waits for the device.
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.columns: dict[str, np.ndarray] = {}
-        self.times_seen = np.zeros(plan.examples)
-        # What micro-batches returned, as JSON: {name: "sum" or [dtype, *shape of a row]}.
-        self.signatures: set[str] = set()
-
-    def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
-        """Store what the forward pass of a micro-batch returned; this waits for the device."""
-        if micro.dummy:
-            return
-        sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
-        rows = {name: value for name, value in out.items() if value.dim()}
-        dtypes = {name: "float64" if value.is_floating_point() else "int64" for name, value in rows.items()}
-        signature = dict.fromkeys(sums, "sum") | {name: [dtypes[name], *rows[name].shape[1:]] for name in rows}
-        self.signatures.add(json.dumps(signature, sort_keys=True))
-        if len(self.signatures) > 1:  # `signature` raises an error
-            return
-        for name, value in (sums | {"weight": batch.weight}).items():
-            self.sums(name)[micro.index] = float(value)
-        places = micro.ids - self.plan.first_row[micro.index]
-        for name, value in rows.items():
-            self.values(name, value.shape[1:])[places] = value.double().cpu().numpy()
-        self.times_seen[places] += 1
-
-    def sums(self, name: str) -> np.ndarray:
-        """Return the sums of all micro-batches."""
-        return self.columns.setdefault(name, np.zeros(len(self.plan.micro_batches)))
-
-    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the values of all examples, (examples, *shape)."""
-        return self.columns.setdefault(name, np.zeros((self.plan.examples, *shape)))
-
-    def signature(self, backend: Backend) -> dict:
-        """Return what micro-batches returned; raise UsageError on all ranks if some returned other names or shapes."""
-        first, *others = backend.hosts.union(self.signatures)
-        if others:  # no table could hold their values
-            raise UsageError(
-                f"the task returns {first} for some micro-batches of an evaluation, but {others[0]} for others: return "
-                "the same names and widths for all rows, with the value 0 where there is nothing to count"
-            )
-        return json.loads(first)
+    A value without dimensions is a sum, any other holds one value or vector for each row."""
+    values = {name: value.double() if value.is_floating_point() else value.long() for name, value in out.items()}
+    sums = {name: np.float64(value) for name, value in (batch.sums | {"weight": batch.weight}).items()}
+    return {name: value.cpu().numpy() for name, value in values.items()} | sums
 
 
-def _combine(backend: Backend, task: Task, results: Results) -> dict:
+def _signature(values: dict[str, np.ndarray]) -> str:
+    """Return the names of sums and, with their dtype and width, of values by row: the same for all micro-batches."""
+    rows = {name: [str(value.dtype), *value.shape[1:]] for name, value in values.items() if value.ndim}
+    return json.dumps([sorted(values.keys() - rows.keys()), rows], sort_keys=True)
+
+
+def _combine(backend: Backend, task: Task, plan: Plan, results: list[tuple[MicroBatch, dict[str, np.ndarray]]]) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
-    plan, signature = results.plan, results.signature(backend)
-    assert (backend.hosts.sum(results.times_seen) == 1).all(), "not every example was evaluated exactly once"
-    names = ["weight", *(name for name, rows in signature.items() if rows == "sum")]
-    # Exact: each entry is one rank's number plus zeros.
-    table = backend.hosts.sum(np.stack([results.sums(name) for name in names], axis=1)).numpy()
-    values = {
-        name: backend.hosts.sum(results.values(name, rows[1:])).numpy().astype(rows[0], copy=False)
-        for name, rows in signature.items()
-        if rows != "sum"
-    }
+    signature, *others = backend.hosts.union({_signature(values) for _, values in results})
+    if others:  # a sum would be dropped, or a vector of length 1 be repeated
+        raise UsageError(
+            f"the task returns {signature} for some micro-batches of an evaluation, but {others[0]} for others: return "
+            "the same names and widths for all rows, with the value 0 where there is nothing to count"
+        )
+    names, rows_of = json.loads(signature)
+    examples = plan.sources[-1].rows.stop
+    # Each entry is one rank's number, and zero on the others, so sums over ranks are exact.
+    seen, table = np.zeros(examples), np.zeros((len(plan.micro_batches), len(names)))
+    values = {name: np.zeros((examples, *shape)) for name, (_, *shape) in rows_of.items()}
+    for micro, result in results:
+        places = micro.ids - plan.first_row[micro.index]
+        seen[places] += 1
+        table[micro.index] = [result[name] for name in names]
+        for name, column in values.items():
+            column[places] = result[name]
+    assert (backend.hosts.sum(seen) == 1).all(), "not every example was evaluated exactly once"
+    table = backend.hosts.sum(table).numpy()
+    values = {name: backend.hosts.sum(column).numpy().astype(rows_of[name][0]) for name, column in values.items()}
     if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch
         names, table = _on_main(backend, lambda: sums_by_block(names, table, values, plan.blocks))
-    line = _divide(task, names, table, plan.examples)
+    line = _divide(task, names, table, examples)
     if plan.sources[0].name:
         parts = {s.name: (table[s.micro_batches], s.rows.stop - s.rows.start) for s in plan.sources}
         by_source = {name: _divide(task, names, rows, count) for name, (rows, count) in parts.items()}
