@@ -3,7 +3,6 @@
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +65,6 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         if value := getattr(config, name, 0.0):
             setattr(config, name, 0.0)
             warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
-    if (
-        str(getattr(config, "dtype", None)).endswith("bfloat16")
-        and os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
-    ):
-        warn(
-            "this model was trained in bfloat16: above 65,504 its values overflow in fp16; prefer mixed_precision: bf16"
-        )
     for change_config in functions_of_addons(cfg, "change_config"):
         change_config(cfg, config)
     return config

@@ -14,7 +14,6 @@ from src.models.config_and_tokenizer import check_fit, load_config, load_text_en
 from tests.helpers import kit
 
 LM, CLASSIFIER = AutoModelForCausalLM, AutoModelForSequenceClassification
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +44,6 @@ def test_weights_of_16_bits_are_warned_about(files, capsys):
     model = build_model(cfg, load_config(cfg, None), LM)
     assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
     assert "warning: dtype is bfloat16" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("dtype, precision, warned", [(BF16, "fp16", 1), (BF16, "bf16", 0), (torch.float32, "fp16", 0)])
-def test_model_of_bfloat16_in_fp16_is_warned_of(tmp_path, capsys, monkeypatch, dtype, precision, warned):
-    folder = kit.save_model(tmp_path / "saved", kit.LLAMA)
-    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    load_config(RunConfig(model_name_or_path=str(folder)), None)
-    assert capsys.readouterr().err.count("bfloat16") == warned
 
 
 def test_missing_weights_are_refused_except_a_new_head(saved, tmp_path):
