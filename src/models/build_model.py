@@ -57,15 +57,12 @@ def build_model(
                 ignore_mismatched_sizes=True,  # they are reported below
                 **options,
             )
-    shapes = {
-        key: f" (shape {list(file)} in the file, {list(here)} here)" for key, file, here in info["mismatched_keys"]
-    }
-    missing = sorted({*info["missing_keys"], *shapes})
+    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     missing = [key for key in missing if weights or not any(part in key for part in new_weights)]
     if missing:
         raise UsageError(
-            f"{name} has no weights for {len(missing)} parameters of {type(model).__name__}, first {missing[0]}"
-            f"{shapes.get(missing[0], '')}: they would stay random; give a folder saved from this kind of model"
+            f"{name} has no weights of this name and shape for {len(missing)} parameters of {type(model).__name__}, first "
+            f"{min(missing)}: they would stay random; give a folder saved from this kind of model"
         )
     return varlen_attention.use_in(model) if by_lengths else model
 
@@ -117,10 +114,7 @@ def saved_config(cfg: RunConfig) -> dict[str, Any]:
 
     Call it in `load`: it holds what `model_config` returned when a run saved the model."""
     file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json") if cfg.model_name_or_path else None
-    values = read_yaml(file) if file and file.exists() else {}
-    if (task := values.get("task", cfg.task)) != cfg.task:
-        raise UsageError(f"model_name_or_path: {file} belongs to task {task}, not {cfg.task}: give --task {task}")
-    return values
+    return read_yaml(file) if file and file.exists() else {}
 
 
 def build_plain_model(
