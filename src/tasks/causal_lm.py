@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, errors_of
 from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
@@ -91,10 +91,8 @@ class Task(base.Task):
         if self.tokenizer is None and (o.chat_template or o.sample_prompt):
             raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
         if o.chat_template:
-            try:
+            with errors_of(f"chat_template: {o.chat_template} cannot be read"):
                 self.tokenizer.chat_template = Path(locate(o.chat_template)).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"chat_template: {o.chat_template} cannot be read: {error}") from None
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
