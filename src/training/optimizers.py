@@ -26,8 +26,6 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     for name in first_match(cfg.freeze, parameters, "freeze"):
         parameters[name].requires_grad_(False)
     groups = parameter_groups(model, cfg)
-    if not groups:
-        raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     cls = find_class(cfg.optim)
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
     with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
