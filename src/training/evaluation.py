@@ -168,8 +168,9 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
     """Return loss, weight, examples and the task's metrics from a table of sums by micro-batch."""
     total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
     weight = total.pop("weight")
-    line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
-    return line | (task.metrics(total, weight) if weight else {})
+    if not weight:  # rows without a target
+        return {"loss": None, "weight": weight, "examples": examples}
+    return {"loss": total["loss"] / weight, "weight": weight, "examples": examples} | task.metrics(total, weight)
 
 
 def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
@@ -179,13 +180,8 @@ def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
 
 
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
-    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count, with whatever
-    weights they were evaluated (ema/SOURCE/loss)."""
-    empty = tuple(
-        f"/{key.removesuffix('weight')}loss" for key in metrics if key.endswith("weight") and not metrics[key]
-    )
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-    bad = [f"{n} is {v}" for n, v in numbers.items() if not np.isfinite(v) and not f"/{n}".endswith(empty)]
+    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure."""
+    bad = [f"{n} is {v}" for n, v in metrics.items() if isinstance(v, float) and not np.isfinite(v)]
     text = f"evaluation at step {step}: {', '.join(bad)}"
     if bad and cfg.stop_on_nan_metric:
         raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")

@@ -84,7 +84,7 @@ def snapshot(run: Run, start: Any, checkpointer: Any, techniques: Techniques, sc
     val_set = run.datasets.get("validation")
     metrics = techniques.evaluate(score(), score) if val_set else None
     values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in (metrics or {}).items()}
-    if metrics and not resumed:
+    if metrics and metrics["weight"] and not resumed:
         by_row = replace(cfg, per_device_eval_batch_size=1)
         single, loss = evaluate(run.backend, run.module, run.task, val_set, by_row)["loss"], metrics["loss"]
         exact = run.backend.accelerator.mixed_precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32
