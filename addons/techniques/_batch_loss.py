@@ -18,7 +18,7 @@ from src.data.data_loader import seed_everything
 from src.distributed.backends import Backend
 from src.tasks import Batch, Task
 from src.training.evaluation import Part
-from src.training.meter import StepBatch, StepLosses, widen
+from src.training.meter import StepBatch, StepLosses
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
@@ -89,7 +89,7 @@ def compute_gradient(
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
     with backend.accumulation():
         losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, total_weight)
-    return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
+    return StepLosses(torch.stack(losses).detach(), {name: value.detach().double() for name, value in sums.items()})
 
 
 def _backward_in_two_passes(

@@ -50,7 +50,7 @@ class CompiledOnAccelerators:
     FIRST_ROWS = 1024
     count = 0  # compiled cases of all such functions
 
-    def __init__(self, function: Callable, uncompiled_devices: tuple[str, ...] = ("cpu", "mps")):
+    def __init__(self, function: Callable, uncompiled_devices: tuple[str, ...] = ("cpu",)):
         self.function, self.uncompiled_devices = function, uncompiled_devices
         self.compiled: Callable | None = None
         self.failed, self.tried = False, set()

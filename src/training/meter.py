@@ -42,19 +42,13 @@ class StepTotals(NamedTuple):
         """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
-        forwards = backend.forwards_per_rank(batch)
-        sums = backend.hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
+        forwards, counts = backend.forwards_per_rank(batch), [0.0] * 6
+        for micro, rows in batch:
+            if not micro.dummy:
+                more = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
+                counts = [count + value for count, value in zip(counts, more, strict=True)]
+        sums = backend.hosts.sum([*counts, *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
-
-
-def batch_counts(batch: StepBatch) -> list[float]:
-    """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's micro-batches."""
-    counts = [0.0] * 6
-    for micro, rows in batch:
-        if not micro.dummy:
-            more = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
-            counts = [count + value for count, value in zip(counts, more, strict=True)]
-    return counts
 
 
 class StepLosses(NamedTuple):
@@ -66,20 +60,14 @@ class StepLosses(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
         """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
-        real = [(out, micro.dummy) for (micro, _), out in zip(batch, outputs, strict=True)]
-        losses = [torch.zeros_like(out["loss"]) if dummy else out["loss"] for out, dummy in real]
+        losses: list[torch.Tensor] = []
         sums: dict[str, Any] = {}
-        for out, dummy in real:
-            for name, value in out.items():
-                if name != "loss" and not dummy:
-                    sums[name] = sums[name] + widen(value) if name in sums else widen(value)
-        return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)
-
-
-def widen(value: torch.Tensor) -> torch.Tensor:
-    """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
-    value = value.detach()
-    return (value.cpu() if value.device.type == "mps" else value).double()
+        for (micro, _), out in zip(batch, outputs, strict=True):
+            losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
+            for name, value in () if micro.dummy else out.items():
+                if name != "loss":
+                    sums[name] = sums.get(name, 0.0) + value.detach().double()
+        return cls(torch.stack(losses), sums)
 
 
 # ---- many steps --------------------------------------------------------------------------------------------------------
@@ -131,7 +119,7 @@ class Meter:
     def _table(self, names: list[str]) -> list[float]:
         """Return the pending values of these names, step by step, on the host; 0 where there is none."""
         zero = torch.zeros_like(self.pending[0]["loss"])
-        return torch.stack([widen(entry.get(name, zero)).sum() for entry in self.pending for name in names]).tolist()
+        return torch.stack([entry.get(name, zero).double().sum() for entry in self.pending for name in names]).tolist()
 
     def state(self, hosts: HostGroup) -> dict:
         """Return all sums as plain numbers (a collective). Only the times differ between ranks."""
