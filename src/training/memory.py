@@ -43,11 +43,9 @@ def describe_memory(
     else:
         name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
-    size = format_size(sum(sizes.values()))
     where = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
-    extra = f" ({copies} extra cop{'ies' if copies > 1 else 'y'} for techniques)" if copies else ""
-    more = "plus activations: a short run shows them (docs/scaling.md)"
-    return f"{size} {where} for weights{extra}, gradients and optimizer; {more}"
+    size, more = format_size(sum(sizes.values())), "plus activations: a short run shows them (docs/scaling.md)"
+    return f"{size} {where} for weights, gradients and optimizer; {more}"
 
 
 def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:

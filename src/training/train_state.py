@@ -188,12 +188,11 @@ class Intervals:
 
     def early_stop_message(self) -> str:
         """Return the message about early stopping, or an empty string if the run did not stop early."""
-        count, text = (
-            self.state.evals_without_improvement,
-            f"stopped early at step {self.state.step:,} of {self.num_steps:,}",
-        )
-        text += f": {self.state.best_metric} has not improved for {count} evaluation{'s' * (count > 1)}"
-        return text + " (early_stopping_patience)" if self.outcome()["stopped_early"] else ""
+        if not self.outcome()["stopped_early"]:
+            return ""
+        state, reached = self.state, f"step {self.state.step:,} of {self.num_steps:,}"
+        why = f"{state.best_metric} has not improved for {state.evals_without_improvement} evaluations"
+        return f"stopped early at {reached}: {why} (early_stopping_patience)"
 
 
 @dataclass(eq=False)
