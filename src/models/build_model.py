@@ -123,7 +123,7 @@ def build_plain_model(
     """Return `make()` in `cfg.dtype`: with the weights of `weights`, else of `model_name_or_path`, else random.
 
     Random weights depend only on the seed. With `empty`, no weights are loaded. Raise UsageError if the files and the
-    module do not have the same parameters and buffers; of tied parameters the files may hold one name or all."""
+    module do not have the same parameters and buffers, of tied ones all names."""
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
     for value in (*model.parameters(), *model.buffers()):
@@ -135,9 +135,6 @@ def build_plain_model(
     tensors: dict[str, torch.Tensor] = {}  # memory-mapped
     for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")):
         tensors |= load_file(path)
-    state = model.state_dict(keep_vars=True)
-    same = {id(state[name]): tensor for name, tensor in tensors.items() if name in state}
-    tied = {name: same[id(value)] for name, value in state.items() if id(value) in same}
     with errors_of(f"the weights in {folder} do not fit {type(model).__name__}"):
-        model.load_state_dict(tied | tensors)
+        model.load_state_dict(tensors)
     return model

@@ -60,16 +60,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         build(tmp_path)
 
 
-def test_tied_weights_load_from_one_name_or_all(tmp_path):
-    """The files may come from a library that writes tied weights once."""
-    state = Net(tied=True).state_dict()
-    for names in (["blocks.0.linear.weight"], ["blocks.3.linear.weight"], []):
-        save_file({k: v.clone() for k, v in state.items() if k not in names}, tmp_path / "model.safetensors")
-        loaded = build(tmp_path, "float64", tied=True)
-        assert loaded.blocks[0].linear.weight is loaded.blocks[3].linear.weight
-        assert all(torch.equal(value.double(), loaded.state_dict()[name]) for name, value in state.items())
-
-
 # ---- unusual parameters ----------------------------------------------------------------------------------------------
 
 
