@@ -18,7 +18,7 @@ from src.config.fields import max_length_option, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_text_encoder
-from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
+from src.models.cross_entropy import ClassCrossEntropy
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
@@ -113,12 +113,12 @@ class Task(base.Task):
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         inputs = pad_columns(rows, {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED}, width)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        weight, more = self.options.weigh(training, inputs["labels"])
-        return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
+        weight = self.options.weigh(training, inputs["labels"])
+        return Batch(tensors, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         labels, logits = inputs["labels"].flatten(), self._logits(model, inputs)
-        sums = sums_from_logits(logits, labels, model.training, self.options, class_weights_of(inputs))
+        sums = sums_from_logits(logits, labels, model.training, self.options)
         if model.training:
             return sums
         classes = torch.arange(logits.shape[1], device=logits.device)
@@ -128,11 +128,10 @@ class Task(base.Task):
         return sums | {f"{name}_{i}": n for name, hits in counts.items() for i, n in enumerate(hits.sum(0).unbind())}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        scored = Scored(self._logits(model, inputs))
-        return row_losses(scored, inputs["labels"], self.options, class_weights_of(inputs))
+        return row_losses(Scored(self._logits(model, inputs)), inputs["labels"], self.options)
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        arguments = {name: value for name, value in inputs.items() if name != "labels"}
         with known_masks(packed=False):
             return model(**arguments).logits.flatten(0, 1)
 

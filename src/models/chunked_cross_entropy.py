@@ -64,11 +64,7 @@ def fitting_rows(rows: int, bytes_per_row: int, memory: int) -> int:
 
 
 def sums_from_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    training: bool,
-    options: CrossEntropy = PLAIN,
-    class_weights: torch.Tensor | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
 ) -> dict[str, torch.Tensor]:
     """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored.
 
@@ -76,7 +72,7 @@ def sums_from_logits(
     evaluation, both are float64."""
     logits = at_least_float32(logits)
     if training and not options.is_plain_loss:
-        return options.sums(logits, targets, class_weights)
+        return options.sums(logits, targets)
     if training:
         return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
     loss = F.cross_entropy(logits, targets, reduction="none")
@@ -162,9 +158,7 @@ def recomputed(function: Callable, *arguments):
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def row_losses(
-    scored: Scored, targets: torch.Tensor, options: CrossEntropy = PLAIN, class_weights: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def row_losses(scored: Scored, targets: torch.Tensor, options: CrossEntropy = PLAIN) -> dict[str, torch.Tensor]:
     """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
 
     targets (rows, …); targets of -100 are ignored. Backward computes the logits again, a chunk at a time."""
@@ -172,12 +166,12 @@ def row_losses(
 
     def losses(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = hidden if weight is None else F.linear(hidden, weight, bias)
-        return options.per_target(at_least_float32(logits), targets, class_weights)["loss"]
+        return options.per_target(at_least_float32(logits), targets)["loss"]
 
     size = chunk_rows(scored.hidden.device.type, scored.hidden.shape[-1] if weight is None else weight.shape[0])
     chunks = zip(scored.hidden.split(size), targets.flatten().split(size), strict=True)
     loss = torch.cat([recomputed(losses, *chunk) for chunk in chunks]).view_as(targets)
     weights = (targets != IGNORED).long()
-    if class_weights is not None:
+    if (class_weights := options.class_weights_on(weights.device)) is not None:
         weights = weights * class_weights[targets.clamp(min=0)]
     return {name: value.reshape(len(targets), -1).sum(1) for name, value in (("loss", loss), ("weight", weights))}

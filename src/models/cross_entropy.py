@@ -7,6 +7,7 @@ cross-entropy. Tests: tests/models/test_cross_entropy.py.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,21 +45,22 @@ class CrossEntropy:
         """Whether the training loss is the plain cross-entropy."""
         return not (self.label_smoothing_factor or self.z_loss or self.focal_gamma)
 
-    def per_target(
-        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
+    def class_weights_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return the class weights in float64 on a device, None if there are none."""
+        return None
+
+    def per_target(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the `loss` of each target, (rows,), and without gradient `cross_entropy` (the plain one, times class
         weights) and `z_loss`, as far as the options make them differ.
 
-        logits (rows, classes) in float32 or better, targets (rows,), class_weights (classes,). All values are zero for
-        a target of -100."""
-        if self.is_plain_loss and class_weights is None:
+        logits (rows, classes) in float32 or better, targets (rows,). All values are zero for a target of -100."""
+        if self.is_plain_loss:
             return {"loss": F.cross_entropy(logits, targets, reduction="none")}
         log_p = F.log_softmax(logits, -1)
         index = targets.clamp(min=0)
         log_p_target = log_p.gather(-1, index[:, None])[:, 0]
         weights = real = (targets != IGNORED).to(log_p.dtype)
-        if class_weights is not None:
+        if (class_weights := self.class_weights_on(logits.device)) is not None:
             class_weights = class_weights.to(log_p.dtype)
             weights = weights * class_weights[index]
         smoothing = self.label_smoothing_factor
@@ -73,11 +75,9 @@ class CrossEntropy:
             loss, parts["z_loss"] = loss + self.z_loss * z, z.detach()
         return {"loss": loss} | parts
 
-    def sums(
-        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
+    def sums(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the sums of `per_target`."""
-        return {name: value.sum() for name, value in self.per_target(logits, targets, class_weights).items()}
+        return {name: value.sum() for name, value in self.per_target(logits, targets).items()}
 
     def _cost(self, log_p: torch.Tensor) -> torch.Tensor:
         """Return the loss of a class if it was the target, by the logarithm of its probability."""
@@ -106,6 +106,9 @@ class ClassCrossEntropy(CrossEntropy):
     def is_plain_loss(self) -> bool:
         return super().is_plain_loss and not self.class_weights
 
+    def class_weights_on(self, device: torch.device) -> torch.Tensor | None:
+        return _on_device(tuple(self.class_weights), device) if self.class_weights else None
+
     def set_classes(self, labels: Sequence[str], train_set: Any = None, column: str = "") -> None:
         """Replace `balanced` by numbers that `column` of the training rows gives, class ids or lists of them.
 
@@ -130,24 +133,22 @@ class ClassCrossEntropy(CrossEntropy):
 
     def weigh(
         self, training: bool, targets: np.ndarray, others: np.ndarray | None = None, shares: np.ndarray | float = 1.0
-    ) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return (weight of a batch, its additional input `class_weights`): in training the sum of its class weights.
+    ) -> float:
+        """Return the weight of a batch: in training the sum of its class weights, else the number of its targets.
 
-        With `others` (mixup), a target has the weight of its two classes in their `shares`. Without class weights, and
-        in evaluation, the weight is the number of targets, and there is no additional input."""
+        With `others` (mixup), a target has the weight of its two classes in their `shares`."""
         if not training or not self.class_weights:
-            return int((targets != IGNORED).sum()), {}
+            return int((targets != IGNORED).sum())
         weights = np.array([float(value) for value in self.class_weights])
         total = (shares * weights[targets.clip(min=0)] * (targets != IGNORED)).sum()
         if others is not None:
             total += ((1 - shares) * weights[others]).sum()
-        # As bits, because FSDP2 would round floating-point inputs to its precision.
-        return float(total), {"class_weights": torch.from_numpy(weights).view(torch.int64)}
+        return float(total)
 
 
-def class_weights_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the class weights that `weigh` added to the inputs of a batch, in float64."""
-    return inputs["class_weights"].view(torch.float64) if "class_weights" in inputs else None
+@cache
+def _on_device(weights: tuple[str, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([float(weight) for weight in weights], dtype=torch.float64, device=device)
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

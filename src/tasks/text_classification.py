@@ -131,11 +131,10 @@ class Task(base.Task):
         dtype = getattr(np, self.cfg.dtype.replace("bfloat16", "float32")) if self.options.regression else np.int64
         inputs["labels"] = np.array([row["label"] for row in rows], dtype)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        weight, more = self.options.weigh(training, inputs["labels"])
-        return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
+        weight = self.options.weigh(training, inputs["labels"])
+        return Batch(tensors, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        class_weights = cross_entropy.class_weights_of(inputs)
         alpha = self.options.r_drop_alpha if model.training else 0.0
         inputs = cross_entropy.twice(inputs) if alpha else inputs
         logits, labels = self._logits(model, inputs), inputs["labels"]
@@ -145,7 +144,7 @@ class Task(base.Task):
             sums = {"loss": error.square().sum()} | ({} if model.training else {"absolute_error": error.abs().sum()})
         else:
             prediction = logits.argmax(-1)
-            sums = sums_from_logits(logits, labels, model.training, self.options, class_weights)
+            sums = sums_from_logits(logits, labels, model.training, self.options)
             sums = cross_entropy.r_drop_sums(sums, logits, alpha) if alpha else sums
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
 
@@ -154,10 +153,10 @@ class Task(base.Task):
         if self.options.regression:
             error = cross_entropy.at_least_float32(logits[:, 0]) - labels
             return {"loss": error.square(), "weight": torch.ones_like(labels)}
-        return row_losses(Scored(logits), labels, self.options, cross_entropy.class_weights_of(inputs))
+        return row_losses(Scored(logits), labels, self.options)
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        arguments = {name: value for name, value in inputs.items() if name != "labels"}
         with known_masks(packed=False):
             return model(**arguments).logits
 

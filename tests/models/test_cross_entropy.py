@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from src.config.errors import UsageError
 from src.models.chunked_cross_entropy import sums_from_logits
-from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of, r_drop_sums
+from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, r_drop_sums
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 from tests.models import test_chunked_cross_entropy as chunked
@@ -34,7 +34,9 @@ def by_hand(logits, targets, class_weights=None):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_smoothing_and_class_weights_equal_torch(weighted):
     class_weights = torch.rand(VOCABULARY, dtype=torch.float64) if weighted else None
-    smoothed, options = ClassCrossEntropy(label_smoothing_factor=0.3), ClassCrossEntropy(**OPTIONS)
+    given = [repr(value) for value in class_weights.tolist()] if weighted else []
+    smoothed = ClassCrossEntropy(label_smoothing_factor=0.3, class_weights=given)
+    options = ClassCrossEntropy(**OPTIONS, class_weights=given)
 
     def on_logits(loss):
         return lambda hidden, weight, bias, targets: loss(F.linear(hidden, weight, bias), targets)
@@ -47,7 +49,7 @@ def test_smoothing_and_class_weights_equal_torch(weighted):
         return 0.7 * F.cross_entropy(logits, targets, reduction="sum") - 0.3 * logits.log_softmax(-1).mean(-1).sum()
 
     for loss, expected in ((smoothed, of_torch), (options, lambda *given: by_hand(*given, class_weights))):
-        ours = on_logits(lambda *given, loss=loss: loss.sums(*given, class_weights)["loss"])
+        ours = on_logits(lambda *given, loss=loss: loss.sums(*given)["loss"])
         assert difference(ours, *make(50), expected=on_logits(expected)) <= 1e-12
     assert difference(on_logits(mutant), *make(50), expected=on_logits(of_torch)) > 1e-3
 
@@ -80,12 +82,12 @@ def test_mean_with_class_weights_is_that_of_torch():
     """The weight of a batch is the sum of its class weights; the mutant divides by the rows."""
     targets, logits = torch.tensor([0, 2, -100, 2, 1]), torch.randn(5, 3, dtype=torch.float64)
     options = ClassCrossEntropy(class_weights=["1", "0.5", "3"])
-    weight, inputs = options.weigh(True, targets.numpy())
-    loss = sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
+    weight = options.weigh(True, targets.numpy())
+    loss = sums_from_logits(logits, targets, True, options)["loss"]
     expected = F.cross_entropy(logits, targets, torch.tensor([1, 0.5, 3], dtype=torch.float64)).item()
     assert (loss / weight).item() == pytest.approx(expected, rel=1e-14)
     assert (loss / 4).item() != pytest.approx(expected, rel=1e-2)
-    assert options.weigh(False, targets.numpy()) == (4, {})
+    assert options.weigh(False, targets.numpy()) == 4
 
 
 @pytest.mark.parametrize("weights", [["1", "-1"], ["0", "0"], ["1"]])

@@ -24,7 +24,7 @@ from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import at_least_float32, class_weights_of, r_drop_option, r_drop_sums, twice
+from src.models.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch
@@ -142,9 +142,9 @@ class Task(base.Task):
             pixels, other, shares = augmentation.mix(pixels, o.mixup, o.cutmix)
             others, shares = labels[other], shares.astype(np.float32)
             inputs |= {"other_labels": others, "shares": shares}
-        weight, more = o.weigh(training, labels, others, shares)
+        weight = o.weigh(training, labels, others, shares)
         tensors = {name: torch.from_numpy(value) for name, value in (inputs | {"pixels": pixels}).items()}
-        tensors |= processor.scale(getattr(torch, self.cfg.dtype)) | more
+        tensors |= processor.scale(getattr(torch, self.cfg.dtype))
         return Batch(tensors, weight, tokens=len(rows), padded_tokens=len(rows))
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,9 +152,9 @@ class Task(base.Task):
         if model.training:
             rows = {name: inputs[name] for name in ("labels", "other_labels", "shares")} | {"pixels": pixels}
             labels, others, shares, pixels = (twice(rows) if alpha else rows).values()
-            logits, weights = model(pixel_values=pixels).logits, class_weights_of(inputs)
+            logits = model(pixel_values=pixels).logits
             # Rows are a mixture (mixup): `shares` of `labels`, the rest of `others`.
-            own, other = (self.options.per_target(at_least_float32(logits), x, weights) for x in (labels, others))
+            own, other = (self.options.per_target(at_least_float32(logits), x) for x in (labels, others))
             sums = {name: (shares * own[name] + (1 - shares) * other[name]).sum() for name in own}
             return r_drop_sums(sums, logits, alpha) if alpha else sums
         labels, logits = inputs["labels"], model(pixel_values=pixels).logits
@@ -165,8 +165,8 @@ class Task(base.Task):
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
-        targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
-        own, other = (row_losses(Scored(logits), labels, self.options, weights) for labels in targets)
+        targets = (inputs["labels"], inputs["other_labels"])
+        own, other = (row_losses(Scored(logits), labels, self.options) for labels in targets)
         return {name: shares * own[name] + (1 - shares) * other[name] for name in own}
 
     # ---- results -----------------------------------------------------------------------------------------------------

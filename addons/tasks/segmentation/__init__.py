@@ -24,7 +24,7 @@ from src.config.fields import option
 from src.models.build_model import build_model, build_plain_model, saved_config
 from src.models.chunked_cross_entropy import sums_from_logits
 from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import at_least_float32, class_weights_of
+from src.models.cross_entropy import at_least_float32
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import labels_of_model, require_columns, set_labels
@@ -128,9 +128,9 @@ class Task(base.Task):
                 pair = segments.random_view(*pair, o.random_crop, o.horizontal_flip)
             pairs.append(segments.resize(*pair, o.image_size, self.processor.resample) if o.image_size else pair)
         inputs = segments.pad(pairs, self.multiple, o.ignored_value)
-        weight, more = o.weigh(training, inputs["labels"].numpy())
+        weight = o.weigh(training, inputs["labels"].numpy())
         scale = self.processor.scale(getattr(torch, self.cfg.dtype))
-        return Batch(scale | inputs | more, weight, int(inputs["mask"].sum()), padded_tokens=inputs["mask"].numel())
+        return Batch(scale | inputs, weight, int(inputs["mask"].sum()), padded_tokens=inputs["mask"].numel())
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pixels, labels = normalize(model, inputs), inputs["labels"]
@@ -140,19 +140,17 @@ class Task(base.Task):
             logits = at_least_float32(model(pixel_values=pixels).logits)  # some models give a lower resolution
             logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
         if model.training:
-            return self._training_sums(logits, labels, class_weights_of(inputs))
+            return self._training_sums(logits, labels)
         loss = F.cross_entropy(logits, labels, reduction="none", ignore_index=segments.IGNORED)
         return {"loss": loss.double().sum()} | segments.overlaps(logits.argmax(1), labels, len(self.classes))
 
-    def _training_sums(
-        self, logits: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def _training_sums(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         o = self.options
         if o.is_plain_loss:
             sums = {"loss": F.cross_entropy(logits, labels, reduction="sum", ignore_index=segments.IGNORED)}
         else:
             by_pixel = logits.movedim(1, -1).flatten(0, -2)
-            sums = sums_from_logits(by_pixel, labels.flatten(), True, o, class_weights)
+            sums = sums_from_logits(by_pixel, labels.flatten(), True, o)
         if not o.dice_loss:
             return sums
         dice = (segments.dice_losses(logits, labels) * (labels != segments.IGNORED).sum((1, 2))).sum()
