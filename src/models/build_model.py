@@ -35,6 +35,8 @@ def build_model(
 
     With `empty`, its parameters are allocated but never written. Raise UsageError if the files lack parameters.
     Pretrained files may lack those with a name that contains one of `new_weights` (a new head)."""
+    from transformers.initialization import no_init_weights
+
     torch.manual_seed(cfg.seed)
     options: dict = {"dtype": weight_dtype(cfg)}
     by_lengths = cfg.attn_implementation == varlen_attention.NAME
@@ -45,7 +47,11 @@ def build_model(
     with errors_of(f"{name or cfg.model_config}: the model could not be built"):
         info: dict = {"missing_keys": [], "mismatched_keys": []}
         if empty:
-            model = _empty_model(auto_class, config, options)
+            # Parameters are allocated but never written: such memory costs nothing until its first use. The meta device
+            # does not work here: all its addresses are equal, and accelerate identifies parameters by address.
+            with no_init_weights():
+                model = auto_class.from_config(config, **options)
+            model.tie_weights()
         elif folder is None:
             model = auto_class.from_config(config, **options)
         else:
@@ -92,18 +98,6 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
 def adapter_files(folder: Path) -> list[Path]:
     """Return the files of the adapter that a run has saved in `folder`, if any."""
     return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
-
-
-def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) -> torch.nn.Module:
-    """Return a model with parameters that are allocated but never written. Such memory costs nothing until its first use.
-
-    The meta device does not work here: all its addresses are equal, and accelerate identifies parameters by address."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model = auto_class.from_config(config, **options)
-    model.tie_weights()
-    return model
 
 
 # ---- any nn.Module: a task calls these in `load` and `build` if its model has no `save_pretrained` --------------------
