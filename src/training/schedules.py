@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from src.config.addons import schedule_addon
-from src.config.errors import UsageError
+from src.config.errors import errors_of
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
 
@@ -27,12 +27,10 @@ def warmup_updates(cfg: RunConfig, total: int) -> int:
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     """Return a function from completed updates to learning rate, for a run of `total` updates."""
     warmup, kwargs, name = warmup_updates(cfg, total), dict(cfg.lr_scheduler_kwargs or {}), cfg.lr_scheduler_type
-    try:
+    with errors_of(f"lr_scheduler_kwargs: {kwargs} is not valid for {name}"):
         factor = _factor(cfg, warmup, total, kwargs)
         if not all(0 <= factor(update) < math.inf for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would be negative, or not finite")
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {name}: {error}") from error
     peak, start = cfg.learning_rate, cfg.warmup_start_lr
     if not start:
         return lambda updates: peak * factor(updates)
