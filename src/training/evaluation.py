@@ -115,9 +115,9 @@ def _on_host(batch: Batch, out: dict[str, torch.Tensor]) -> dict[str, np.ndarray
     """Return what a micro-batch adds to the evaluation, in float64 or int64; this waits for the device.
 
     A value without dimensions is a sum, any other holds one value or vector for each row."""
-    values = {name: value.double() if value.is_floating_point() else value.long() for name, value in out.items()}
-    sums = {name: np.float64(value) for name, value in (batch.sums | {"weight": batch.weight}).items()}
-    return {name: value.cpu().numpy() for name, value in values.items()} | sums
+    dtypes = {name: torch.float64 if value.is_floating_point() else torch.int64 for name, value in out.items()}
+    sums = {name: np.asarray(value, np.float64) for name, value in (batch.sums | {"weight": batch.weight}).items()}
+    return {name: value.cpu().to(dtypes[name]).numpy() for name, value in out.items()} | sums
 
 
 def _signature(values: dict[str, np.ndarray]) -> str:
