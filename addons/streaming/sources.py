@@ -16,7 +16,7 @@ import xxhash
 
 from src.config.errors import UsageError, one_line
 from src.data import sources
-from src.data.sources import Source, at_commit, drop_files
+from src.data.sources import Source, at_commit
 from src.storage import http_files, hub
 from src.storage.cache_folder import cache_root, compute_once
 
@@ -87,7 +87,7 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
     answers = compute_once(cache_root(cfg), key, look_up_all, what)
     remote = dict(zip(urls, answers["files"], strict=True))
     hub.records.update(remote)
-    return drop_files(replace(stream, remote=remote), {url for url in urls if remote[url].get("bytes") == 0})
+    return replace(stream, remote=remote)
 
 
 def _look_up(url: str, field: str) -> dict:

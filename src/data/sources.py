@@ -9,9 +9,7 @@ import glob
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,7 +128,7 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     `where` stands before a field in messages. Raise UsageError if local files are missing."""
     if patterns := fields.get(f"{split}_file"):
         field = f"{where}{split}_file"
-        source = _drop_empty_files(Source(field, split, tuple(file for p in patterns for file in _expand(p, field))))
+        source = Source(field, split, tuple(file for p in patterns for file in _expand(p, field)))
         suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in source.files}
         if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
             raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
@@ -153,8 +151,7 @@ def fetch_source(source: Source, cfg: RunConfig) -> Source:
         return source if source.files else at_commit(source, root)
     local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
     files = tuple(local.get(file, file) for file in source.files)
-    fetched = replace(source, files=files, origins={file: url for url, file in local.items()})
-    return _drop_empty_files(fetched) if local else source
+    return replace(source, files=files, origins={file: url for url, file in local.items()})
 
 
 def at_commit(source: Source, root: Path) -> Source:
@@ -165,7 +162,7 @@ def at_commit(source: Source, root: Path) -> Source:
 
 
 def _expand(pattern: str, field: str) -> list[str]:
-    """Return the sorted files of a path or glob, or the URL. Raise UsageError if a file is missing or unreadable."""
+    """Return the sorted files of a path or glob, or the URL. Raise UsageError for a missing, unreadable or empty file."""
     if "://" in pattern:
         return [pattern]
     path = locate(pattern)
@@ -173,7 +170,10 @@ def _expand(pattern: str, field: str) -> list[str]:
     files = [os.path.abspath(file) for file in files if "**" not in pattern or not os.path.isdir(file)]
     if not files:
         raise UsageError(f"{field}: {pattern}: no such file")
-    return [_require_readable(file, field) for file in files]
+    for file in files:
+        if os.path.getsize(_require_readable(file, field)) == 0:
+            raise UsageError(f"{field}: {file} is empty: remove it")
+    return files
 
 
 def _list_folder(folder: str, field: str) -> list[str]:
@@ -197,34 +197,6 @@ def _require_readable(file: str, field: str) -> str:
     except OSError as error:
         raise UsageError(f"{field}: {file} cannot be read: {error.strerror}") from error
     return file
-
-
-def _drop_empty_files(source: Source) -> Source:
-    return drop_files(source, {file for file in source.files if "://" not in file and _is_empty(file)})
-
-
-def drop_files(source: Source, empty: set[str]) -> Source:
-    """Return the source without its `empty` files, with a warning for each; raise UsageError if no file is left.
-
-    Programs that write data in shards leave such files."""
-    if empty and len(empty) == len(set(source.files)):
-        raise UsageError(f"{source.field}: {source} is empty: give a file with at least one row")
-    for file in sorted(empty):
-        warn(f"{source.field}: {source.display_names([file])} is empty and skipped")
-    return replace(source, files=tuple(file for file in source.files if file not in empty))
-
-
-def _is_empty(file: str) -> bool:
-    """Return whether a file has no rows: blank text, only the header of a CSV file, a Parquet file of zero rows."""
-    if file.endswith(".parquet") and os.path.getsize(file):
-        from pyarrow import ArrowInvalid, parquet
-
-        with suppress(ArrowInvalid, OSError):  # refused when it is read
-            return parquet.read_metadata(file).num_rows == 0
-    with open(file, encoding="latin-1") as text:  # any bytes
-        if file.endswith(".csv"):
-            text.readline()
-        return not any(chunk.strip() for chunk in iter(partial(text.read, 4096), ""))
 
 
 # ---- a folder given as `dataset_name` --------------------------------------------------------------------------------

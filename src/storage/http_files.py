@@ -110,7 +110,7 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
 def look_up(url: str, field: str) -> dict:
     """Return size, ETag, time and media type of a remote file; the first three are None if the server does not say.
 
-    Raise UsageError if the file is missing or access is denied, OSError if the server does not answer."""
+    Raise UsageError if the file is missing or empty or access is denied, OSError if the server does not answer."""
     try:
         store, path = _open_store(url)
         info = store.info(path)
@@ -121,6 +121,8 @@ def look_up(url: str, field: str) -> dict:
         raise OSError(one_line(reason or error)) from error
     except Exception as error:  # the package for this store is missing, or there are no credentials
         raise UsageError(f"{field}: {url}: {one_line(error)}") from error
+    if info.get("size") == 0:
+        raise UsageError(f"{field}: {url} is empty: remove it")
     etag = info.get("ETag") or info.get("etag") or "W/"
     return {
         "url": redact(url),

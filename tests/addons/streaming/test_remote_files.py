@@ -37,12 +37,9 @@ def test_stream_of_changed_files_is_another_one(hub, tmp_path):
     assert open_served(hub, tmp_path, urls, before=ignore_versions)["rows"] == mutant["rows"]
 
 
-def test_empty_file_is_skipped(hub, tmp_path):
-    urls = [put(hub, "e.jsonl", 0, 0), put(hub, "full.jsonl", 0), put(hub, "f.jsonl", 0, 0)]
-    assert len(open_served(hub, tmp_path, urls, rows_of)) == 20
-    text = (tmp_path / "out/rank0.txt").read_text()
-    assert [f"warning: train_file: {url} is empty" in text for url in urls] == [True, False, True]
-    assert open_served(hub, tmp_path, urls[0]).startswith(f"train_file: {urls[0]} is empty")
+def test_empty_file_is_refused(hub, tmp_path):
+    urls = [put(hub, "full.jsonl", 0), put(hub, "e.jsonl", 0, 0)]
+    assert open_served(hub, tmp_path, urls).startswith(f"train_file: {urls[1]} is empty")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
