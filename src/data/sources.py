@@ -4,10 +4,8 @@ Tests: tests/data/test_dataset.py, tests/data/test_bad_rows.py and tests/storage
 """
 
 import dataclasses
-import errno
 import glob
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,21 +179,16 @@ def _list_folder(folder: str, field: str) -> list[str]:
     paths = [path for path in sorted(Path(folder).rglob("*")) if "/." not in str(path)[len(folder) :]]
     for path in (Path(folder), *paths):
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):  # `rglob` would skip its files
-            raise UsageError(f"{field}: {path} cannot be read: {os.strerror(errno.EACCES)}")
+            raise UsageError(f"{field}: {path} is a folder that cannot be read")
     return [_require_readable(str(path), field) for path in paths if path.is_symlink() or not path.is_dir()]
 
 
 def _require_readable(file: str, field: str) -> str:
     """Return `file`. Raise UsageError for a folder (or a symlink to one), a pipe (it would hang), a broken symlink."""
-    try:
-        mode = os.stat(file).st_mode
-        if stat.S_ISDIR(mode):
-            raise UsageError(f"{field}: {file} is a folder: give it as --dataset_name, or a glob of its files")
-        if not stat.S_ISREG(mode):
-            raise UsageError(f"{field}: {file} is not a regular file")
-        open(file, "rb").close()
-    except OSError as error:
-        raise UsageError(f"{field}: {file} cannot be read: {error.strerror}") from error
+    if not os.path.isfile(file) or not os.access(file, os.R_OK):
+        raise UsageError(
+            f"{field}: {file} is not a readable file: give a folder as --dataset_name, or a glob of its files"
+        )
     return file
 
 

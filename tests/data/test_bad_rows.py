@@ -141,7 +141,7 @@ def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
     write(tmp_path / "data/more", {"train.jsonl": lines(ROW)})
     allowed = os.access  # root may read every folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "more" and allowed(path, mode))
-    with pytest.raises(UsageError, match="data/more cannot be read: Permission denied"):
+    with pytest.raises(UsageError, match="data/more is a folder that cannot be read"):
         find_sources(run_config(dataset_name=str(tmp_path / "data")), "train")
 
 
@@ -207,9 +207,9 @@ def test_unreadable_files_are_named(open_data, tmp_path):
     (tmp_path / "dangling/a.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     os.mkfifo(tmp_path / "pipe/a.jsonl")
     (tmp_path / "folder/a.jsonl").symlink_to(tmp_path / "pipe")  # `datasets` would not read its files
-    for name, message in (("dangling", "No such file"), ("pipe", "not a regular file"), ("folder", "is a folder")):
+    for name in ("dangling", "pipe", "folder"):
         for fields in ({"train_file": tmp_path / name / "*.jsonl"}, {"dataset_name": tmp_path / name}):
-            with pytest.raises(UsageError, match=f"{tmp_path / name}/a.jsonl .*{message}"):
+            with pytest.raises(UsageError, match=f"{tmp_path / name}/a.jsonl is not a readable file"):
                 open_data(**fields)
 
 
