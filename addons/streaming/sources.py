@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError
 from src.data import sources
 from src.data.sources import Source, at_commit
 from src.storage import http_files, hub
@@ -92,10 +92,7 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
 
 def _look_up(url: str, field: str) -> dict:
     """Return the size and ETag of a remote file, None if unknown; raise UsageError if the file is missing."""
-    try:
-        version = http_files.look_up(url, field)
-    except OSError as error:
-        raise UsageError(f"{field}: {url}: not found: {one_line(error)}") from error
+    version = http_files.look_up(url, field)
     return {key: version[key] for key in ("url", "bytes", "etag")}  # without the time, which differs between mirrors
 
 

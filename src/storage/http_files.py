@@ -9,12 +9,11 @@ a file without an ETag. Tests: tests/storage/test_http_files.py.
 import hashlib
 import json
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from src.config.errors import UsageError, one_line, warn
+from src.config.errors import UsageError, errors_of, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder, jsonl
 from src.storage.cache_folder import exclusive
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout
 
 TIMEOUT = (10, 120)  # seconds to wait for the connection, and for the next byte
-TRIES = 3  # attempts, each from the start of the file, before giving up on a server
-REFUSED = (401, 403, 404, 410)  # HTTP statuses: access denied, or no such file
 TIMES = ("Last-Modified", "mtime", "LastModified", "last_modified", "updated")  # names in `info` of fsspec
 RECORD = "fetched.json"  # written last: a download without it is incomplete
 
@@ -53,21 +50,19 @@ def fetch_file(url: str, field: str, root: Path) -> str:
 
 def _fetch(url: str, field: str, folder: Path) -> dict:
     """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
-    record, failure = jsonl.read_json(folder / RECORD), OSError("HF_HUB_OFFLINE is set")
+    record = jsonl.read_json(folder / RECORD)
     copy = folder / record.get("file", "")
     record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else {}
-    for failures in range(0 if is_offline() else TRIES):
-        time.sleep(failures)
-        try:
-            version = look_up(url, field)
-            return record if record and _is_current(record, version) else _download(url, field, version, folder)
-        except OSError as error:
-            failure = error
-    if not record:
-        raise UsageError(f"{field}: {url}: not fetched: {one_line(failure, 400)}") from failure
-    if not is_offline():
-        warn(f"{field}: {url}: no answer ({one_line(failure)}): using the version fetched earlier", any_rank=True)
-    return record
+    if record and is_offline():
+        return record
+    try:
+        version = look_up(url, field)
+        return record if record and _is_current(record, version) else _download(url, field, version, folder)
+    except UsageError as error:
+        if not record:
+            raise
+        warn(f"{one_line(error)}: using the version fetched earlier", any_rank=True)
+        return record
 
 
 def _is_current(record: dict, version: dict) -> bool:
@@ -77,24 +72,20 @@ def _is_current(record: dict, version: dict) -> bool:
 
 
 def _download(url: str, field: str, version: dict, folder: Path) -> dict:
-    """Download a file and return its record. Raise OSError if the copy is incomplete, or the file changes meanwhile."""
-    from aiohttp import ClientError
-
+    """Download a file and return its record. Raise UsageError if the copy is incomplete, or the file changes meanwhile."""
     part, file = folder / "part", folder / f"file{Path(urlparse(url).path).suffix}"
     store, path = _open_store(url)
     print(f"downloading {url}", flush=True)
-    try:
+    with errors_of(f"{field}: {url}: not fetched"):
         store.get_file(path, str(part))
-    except ClientError as error:
-        raise OSError(one_line(error)) from error
-    size = part.stat().st_size
-    if version["bytes"] not in (None, size):
-        raise OSError(f"the connection ended after {size:,} of {version['bytes']:,} bytes")
-    if look_up(url, field) != version:
-        raise OSError("the file changed while it was downloaded")
-    with open(part, "rb") as content:
-        if "html" in version["type"] and content.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-            raise UsageError(f"{field}: {url}: the server sent a web page instead of data: does the URL need a login?")
+        size = part.stat().st_size
+        if version["bytes"] not in (None, size):
+            raise OSError(f"the connection ended after {size:,} of {version['bytes']:,} bytes")
+        if look_up(url, field) != version:
+            raise OSError("the file changed while it was downloaded")
+        with open(part, "rb") as content:
+            if "html" in version["type"] and content.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+                raise OSError("the server sent a web page instead of data: does the URL need a login?")
     if version["bytes"] is None:
         warn(f"{url}: the server does not send the length, so a truncated file may not be noticed", any_rank=True)
     atomic_folder.fsync(part)
@@ -110,17 +101,12 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
 def look_up(url: str, field: str) -> dict:
     """Return size, ETag, time and media type of a remote file; the first three are None if the server does not say.
 
-    Raise UsageError if the file is missing or empty or access is denied, OSError if the server does not answer."""
+    Raise UsageError if the server does not answer, or the file is missing or empty or access is denied."""
     try:
         store, path = _open_store(url)
         info = store.info(path)
-    except OSError as error:  # fsspec reports any error of a web server as a missing file
-        reason = error.__cause__ if isinstance(error, FileNotFoundError) and url.startswith("http") else error
-        if isinstance(reason or error, FileNotFoundError):
-            raise UsageError(f"{field}: {url}: not available: {one_line(reason or error)}") from error
-        raise OSError(one_line(reason or error)) from error
-    except Exception as error:  # the package for this store is missing, or there are no credentials
-        raise UsageError(f"{field}: {url}: {one_line(error)}") from error
+    except Exception as error:  # fsspec reports any error of a web server as a missing file
+        raise UsageError(f"{field}: {url}: not available: {one_line(error.__cause__ or error)}") from error
     if info.get("size") == 0:
         raise UsageError(f"{field}: {url} is empty: remove it")
     etag = info.get("ETag") or info.get("etag") or "W/"
@@ -155,5 +141,4 @@ def client_timeout() -> "ClientTimeout":
 async def require_file(answer: "ClientResponse") -> None:
     """Raise OSError for a response that does not hold the file. 202, for example, says that it is being prepared."""
     if answer.status not in (200, 203, 206):
-        refused = FileNotFoundError if answer.status in REFUSED else OSError
-        raise refused(f"the server answers {answer.status} {answer.reason}")
+        raise OSError(f"the server answers {answer.status} {answer.reason}")

@@ -1,14 +1,12 @@
 """Data served by the local Hub, opened in a process of its own as train.py opens it."""
 
 from src.config.errors import UsageError
-from src.storage import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import adopt
 
 
 def _open(environment, fields, before, then):
     adopt(environment)
-    http_files.TRIES = 2
     before()
     try:
         _, splits = kit.open_data(**fields)
