@@ -4,21 +4,18 @@ Tests: tests/data/test_bad_rows.py.
 """
 
 import os
-import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from src.config.errors import DISK_FULL, Failure, UsageError, one_line
+from src.config.errors import Failure, UsageError, one_line
 from src.data.prepared_split import record_batch
 from src.tasks import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-COLUMNS = 4  # number of columns with values in an error message
 
 
 class RowLocation(NamedTuple):
@@ -50,8 +47,8 @@ def encode_rows(
 ) -> tuple[dict[str, list], pa.RecordBatch]:
     """Return what the task's `encode` returns for raw rows, and the same as Arrow columns.
 
-    If that fails, print the traceback, because the task may be in error as well as the row, and raise UsageError for the
-    first row that fails alone."""
+    If that fails, find the first row that fails alone, print its traceback, because the task may be in error as well as
+    the row, and raise UsageError with its location."""
     locations = [RowLocation(row, describe) for row in ids]
 
     def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
@@ -64,17 +61,15 @@ def encode_rows(
     except (UsageError, Failure, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
+        if not (first := _first_failing(lambda i: encode(i, i + 1), len(locations))):
             raise
-        i, reason = _first_failing(lambda i: encode(i, i + 1), len(locations)) or (0, error)
+        i, reason = first
         if isinstance(reason, UsageError):
             raise reason from error
         traceback.print_exception(reason, chain=False)
-        values = describe_values({name: column[i] for name, column in rows.items()})
-        values += ", together with the rows after it" if reason is error else ""
         raise UsageError(
-            f"{locations[i]}: `encode` of task {task.cfg.task} fails for {values} ({type(reason).__name__}: "
-            f"{one_line(reason, 200)}): fix the row, or the code of the task"
+            f"{locations[i]}: `encode` of task {task.cfg.task} fails ({type(reason).__name__}: {one_line(reason, 200)}): "
+            "fix the row, or the code of the task"
         ) from reason
 
 
@@ -86,14 +81,6 @@ def _first_failing(call: Callable[[int], Any], count: int) -> tuple[int, Excepti
         except Exception as error:
             return i, error
     return None
-
-
-def describe_values(row: dict[str, Any]) -> str:
-    """Return the nulls of a row if there are any, else its first values, shortened."""
-    null = [f"`{name}` = null" for name, value in row.items() if value is None]
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 60
-    return ", ".join(null or [f"`{name}` = {short.repr(value)}" for name, value in row.items()][:COLUMNS])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -191,10 +191,9 @@ def test_row_that_encode_cannot_read_is_named(open_data, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(causal_lm.Task, "encode", encode)
     file = write(tmp_path, {"rows.jsonl": lines(ROW) * 41 + lines({"text": "x y " * 900}) + lines(ROW)})
-    words = "rows.jsonl, line 42: train data: `encode` of task causal_lm fails for `text` = 'x y .*AssertionError"
-    with pytest.raises(UsageError, match=words) as caught:
+    words = "rows.jsonl, line 42: train data: `encode` of task causal_lm fails \\(AssertionError"
+    with pytest.raises(UsageError, match=words):
         open_data(train_file=file)
-    assert len(str(caught.value)) < 500
     assert 'assert "x" not in' in capfd.readouterr().err  # the traceback
 
 
