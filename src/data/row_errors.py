@@ -36,9 +36,7 @@ def read_rows(rows: "Dataset", ids: Sequence[int], describe: Callable[[int], str
     try:
         return rows[ids]
     except Exception:
-        if first := _first_failing(lambda i: rows[ids[i]], len(ids)):
-            where, error = describe(ids[first[0]]), first[1]
-            raise UsageError(f"{where}: this row cannot be decoded: {one_line(error)}") from error
+        _refuse_first_failing(lambda i: rows[ids[i]], ids, describe, "this row cannot be decoded")
         raise
 
 
@@ -47,8 +45,7 @@ def encode_rows(
 ) -> tuple[dict[str, list], pa.RecordBatch]:
     """Return what the task's `encode` returns for raw rows, and the same as Arrow columns.
 
-    If that fails, find the first row that fails alone, print its traceback, because the task may be in error as well as
-    the row, and raise UsageError with its location."""
+    If that fails, raise UsageError for the first row that fails alone."""
     locations = [RowLocation(row, describe) for row in ids]
 
     def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
@@ -60,27 +57,25 @@ def encode_rows(
         return encode(0, len(locations))
     except (UsageError, Failure, MemoryError):
         raise
-    except Exception as error:
-        if not (first := _first_failing(lambda i: encode(i, i + 1), len(locations))):
-            raise
-        i, reason = first
-        if isinstance(reason, UsageError):
-            raise reason from error
-        traceback.print_exception(reason, chain=False)
-        raise UsageError(
-            f"{locations[i]}: `encode` of task {task.cfg.task} fails ({type(reason).__name__}: {one_line(reason, 200)}): "
-            "fix the row, or the code of the task"
-        ) from reason
+    except Exception:
+        _refuse_first_failing(lambda i: encode(i, i + 1), ids, describe, f"`encode` of task {task.cfg.task} fails")
+        raise
 
 
-def _first_failing(call: Callable[[int], Any], count: int) -> tuple[int, Exception] | None:
-    """Return (first i in range(count) for which `call(i)` fails, its error), or None if it never does."""
-    for i in range(count):
+def _refuse_first_failing(
+    call: Callable[[int], Any], ids: Sequence[int], describe: Callable[[int], str], what: str
+) -> None:
+    """Raise UsageError for the first row i for which `call(i)` fails; return if it never does.
+
+    Print its traceback, because the code of the task may be in error as well as the row."""
+    for i, row in enumerate(ids):
         try:
             call(i)
+        except UsageError:
+            raise
         except Exception as error:
-            return i, error
-    return None
+            traceback.print_exception(error, chain=False)
+            raise UsageError(f"{describe(row)}: {what}: {type(error).__name__}: {one_line(error, 200)}") from error
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
