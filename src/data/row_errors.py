@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 from src.config.errors import Failure, UsageError, one_line
-from src.data.prepared_split import record_batch
 from src.tasks import Task
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def encode_rows(
     def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
         part = {name: column[start:stop] for name, column in rows.items()}
         encoded = task.encode(part, locations[start:stop])
-        return encoded, record_batch(encoded, schema)
+        return encoded, pa.record_batch([pa.array(encoded[field.name], field.type) for field in schema], schema=schema)
 
     try:
         return encode(0, len(locations))

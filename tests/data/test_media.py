@@ -11,11 +11,9 @@ from src.data.dataset import prepare_datasets
 from src.tasks import base
 from tests.helpers import images
 
-SHAPE = (18, 20, 3)
-
 
 class Pictures(base.Task):
-    """A task as a fork may write it: decoded images in, arrays of one shape out."""
+    """A task as a fork may write it: decoded images in, flat arrays out."""
 
     seen: list
 
@@ -26,15 +24,14 @@ class Pictures(base.Task):
         return ""
 
     def inspect_columns(self, examples, split):
-        features = {"pixels": datasets.Array3D(SHAPE, "uint8"), "flat": datasets.List(datasets.Value("uint8"))}
+        features = {"flat": datasets.List(datasets.Value("uint8"))}
         return ["image"], datasets.Features(features | dict.fromkeys(prepared_split.COUNTS, datasets.Value("int64")))
 
     def encode(self, batch, locations):
         self.seen += batch["image"]
-        pixels = [np.asarray(image) for image in batch["image"]]
-        ones = [1] * len(pixels)
-        flat = [array.reshape(-1) for array in pixels]
-        return {"pixels": pixels, "flat": flat, "length": ones, "targets": ones, "cut": ones}
+        flat = [np.asarray(image).reshape(-1) for image in batch["image"]]
+        ones = [1] * len(flat)
+        return {"flat": flat, "length": ones, "targets": ones, "cut": ones}
 
 
 def opened(task_class, folder, **fields):
