@@ -38,10 +38,10 @@ def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, co
             )
         # Numbers are sorted by value: 2 before 10.
         distinct = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
-        if any(isinstance(value, float | bytes) for value in distinct):
-            raise UsageError(f"{split} data: `{column}` holds {distinct[0]}: give labels that are names or integers")
-        if -100 in distinct:
-            raise UsageError(f"{split} data: `{column}` holds -100, which is no class: remove it from the rows")
+        if wrong := [value for value in distinct if isinstance(value, float | bytes) or value == -100]:
+            raise UsageError(
+                f"{split} data: `{column}` holds {wrong[0]}, which is no class: give names or integers from 0"
+            )
         names = [str(value) for value in distinct]
     if len(names) < 2:
         raise UsageError(
