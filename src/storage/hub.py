@@ -56,8 +56,6 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
         return {"folder": folder}
 
     if Path(folder := locate(name)).is_dir():
-        if not Path(folder, "config.json").exists() and Path(folder, "final", "config.json").exists():
-            raise UsageError(f"{field}: {name} is the folder of a run: give {name}/final, the model in it")
         return folder
     part = "model" if weights else "tokenizer"
     return _fetch(part, name, revision, field, root, download)["folder"]
