@@ -9,7 +9,6 @@ from pathlib import Path
 
 import xxhash
 
-from src.config.errors import one_line
 from src.storage import jsonl
 
 MANIFEST = "manifest.json"
@@ -26,15 +25,9 @@ def verify(folder: Path) -> list[str]:
     """Return one error for each file in `folder` that differs from its manifest. Read every byte.
 
     Allow files that the manifest does not list, except safetensors, which might be read instead of listed ones."""
-    try:
-        body = json.loads((folder / MANIFEST).read_bytes())
-        stated = body.pop("manifest")
-        if stated != _digest(body):
-            return [f"{MANIFEST}: its hash is not the recorded one"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be read: {one_line(error, 200)}"]
+    body = read_manifest(folder)
+    if body.pop("manifest", "") != _digest(body):
+        return [f"{MANIFEST} is missing or damaged"]
     errors = [_file_error(folder, name, entry) for name, entry in body["files"].items()]
     extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
     return [error for error in errors if error] + [f"{name} is not listed in {MANIFEST}: remove it" for name in extra]
@@ -42,15 +35,13 @@ def verify(folder: Path) -> list[str]:
 
 def _file_error(folder: Path, name: str, entry: dict) -> str | None:
     path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or (path.exists() and not path.is_file()):
-        return f"{name} is not a file of this folder"
+    if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+        return f"{name} is missing, or not a file of this folder"
     try:
         size = path.stat().st_size
         if size != entry["size"]:
             return f"{name} has {size:,} bytes, {entry['size']:,} were written"
         return None if hash_file(path) == entry else f"{name}: its hash is not the one in {MANIFEST}"
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
 
