@@ -21,7 +21,6 @@ import pyarrow as pa
 from pyarrow import json
 
 from src.config.errors import UsageError, one_line
-from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.data import csv_reader
 from src.data.row_errors import json_error, line_of
@@ -203,11 +202,8 @@ def _root_cause(error: BaseException) -> BaseException:
 def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
     """Return the message for `files` (of a folder: all) that `datasets` could not read: file, line if known, reason."""
     cause, files = _root_cause(error), files or source.files
-    text = next(filter(None, map(json_error, files)), None) or str(cause)
+    text = f"{source.field}: {source.display_names(files) or source.name} could not be read: {one_line(cause, 400)}"
+    text = str(cause) if isinstance(cause, UsageError) else next(filter(None, map(json_error, files)), text)
     for file in files:
         text = text.replace(file, source.display_names([file]))
-    if isinstance(cause, UsageError) or text != str(cause):
-        return text
-    hint = "" if source.builder else not_found_locally(str(source.name))
-    name = source.display_names(files) or source.name
-    return f"{source.field}: {name} could not be read: {hint}{one_line(cause, 400)}"
+    return text
