@@ -66,12 +66,8 @@ class Encoder:
         if self.tokenizer is None and required != ("input_ids",):
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
         needed = [name for name in (*required, *optional) if name in columns]
-        if others := [name for names, *_ in fitting[1:] for name in names if name not in needed]:
-            warn_once(
-                f"{split} data: the rows have {' and '.join(required)}, which are used; {', '.join(others)} are not: remove "
-                "the columns that you do not want"
-            )
-        if ignored := [name for name in MEANINGFUL.split() if name in columns and name not in needed]:
+        meaningful = [*MEANINGFUL.split(), *(name for names, *_ in fitting for name in names)]
+        if ignored := [name for name in columns if name in meaningful and name not in needed]:
             warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
         self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
         return needed, self.made
