@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # File suffix -> the builder of `datasets` that reads such files
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-DATA = (".jsonl", ".csv", ".parquet", ".arrow")  # suffixes of files that are nothing else
+DATA = BUILDERS.keys() - {".json", ".txt"}  # suffixes of files that are nothing else
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,9 @@ class Source:
         names, given, training = [str(name) for name in names], self.dataset_split, self.rows_of == "train"
         wanted = (given or "train",) if training else ("validation", "test")
         split = next((name for name in wanted if name in names), None)
-        what = f"{self.field.removesuffix('dataset_name')}dataset_split is {given}"
-        if given and training and split is None:
-            raise UsageError(f"{what}, but the splits of {self.name} are {', '.join(names)}: give one of them")
-        if given and split == given and not training:
-            raise UsageError(f"{what}, which is also the evaluation data: give another split, or a validation_file")
+        if given and (split is None if training else split == given):
+            what, there = f"{self.field.removesuffix('dataset_name')}dataset_split is {given}", ", ".join(names)
+            raise UsageError(f"{what}: give a split of {self.name} that is not its evaluation data: {there}")
         return split
 
     @property

@@ -76,10 +76,9 @@ def test_splits_of_a_folder(open_data, tmp_path, kind, capsys):
     if kind == "saved":
         _, splits = open_data(train_file=folder / "train/data-*.arrow")
         assert [row["input_ids"].tolist() for row in kit.all_rows(splits["train"])] == ROWS[:9]
-    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
-        open_data(dataset_name=folder, dataset_split="extras")
-    with pytest.raises(UsageError, match="dataset_split is validation, which is also the evaluation data"):
-        open_data(dataset_name=folder, dataset_split="validation")
+    for split in ("extras", "validation"):
+        with pytest.raises(UsageError, match=f"dataset_split is {split}: .*train, validation, extra"):
+            open_data(dataset_name=folder, dataset_split=split)
     mixture = {"a": {"dataset_name": str(folder)}, "b": {"dataset_name": str(folder), "dataset_split": "extra"}}
     _, splits = open_data(mixture=json.dumps(mixture))
     assert [len(part) for *_, part in splits["train"].segments()] == [9, 88]
