@@ -10,7 +10,6 @@ from pathlib import Path
 from src.checkpointing import locate_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
-from src.config.help_text import OWN_FLAGS
 from src.data.dataset import check_same_data, prepare_datasets
 from src.distributed.backends import Backend, make_backend
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> None:
     argv, base, step = locate_weights.evaluation_args(
         or_newest_run(argv)
     )  # base: the checkpoint's config, which flags override
-    cfg, options = parsing.parse(argv, OPTIONS, base, OWN_FLAGS["eval.py"])
+    cfg, options = parsing.parse(argv, OPTIONS, base)
     validation.check(cfg, options, training=False)
     check_environment()
 
@@ -46,8 +45,8 @@ def main(argv: list[str]) -> None:
 
 def or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv`; add the newest run in runs/ as --checkpoint if `argv` names neither checkpoint nor model."""
-    chosen = parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config"}
-    if chosen or parsing.asks_for_help(argv):
+    chosen = parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "schema"}
+    if chosen:
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")

@@ -40,7 +40,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
-_is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py", "find_lr.py")
+_program = os.path.basename(sys.argv[0])
 
 
 def _stop(number, frame):
@@ -52,13 +52,13 @@ def _stop(number, frame):
     os._exit(75 if training else 130)
 
 
-if _is_script:
+if _program in ("train.py", "eval.py", "find_lr.py"):
     import signal
 
     # Until src/distributed/stop_signals.py takes over.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, _stop)
-    if {"-h", "--help"} & set(sys.argv):
-        from src.config.help_text import show_quickly
+if _program in ("train.py", "eval.py") and {"-h", "--help"} & set(sys.argv):
+    from src.config.help_text import show_help
 
-        show_quickly(sys.argv)
+    show_help(sys.argv)

@@ -62,8 +62,7 @@ class Result:
 
 def main(argv: list[str]) -> None:
     test, argv = own_flags(parsing.with_default_config(argv))
-    also = {name: rules.help for name, rules in declared_options(RangeTest).items()}
-    cfg, task_options = parsing.parse(argv, OPTIONS, also=also)
+    cfg, task_options = parsing.parse(argv, OPTIONS)
     validation.check(cfg, task_options)
     for name in ("dry_run", "smoke"):
         if getattr(cfg, name):
@@ -79,9 +78,9 @@ def main(argv: list[str]) -> None:
 
 def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
     """Return (the flags of the range test, the other words of `argv`). Raise UsageError for an invalid value."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in declared_options(RangeTest):
-        parser.add_argument(f"--{name}", nargs="*")
+    parser = argparse.ArgumentParser(allow_abbrev=False, epilog="and all flags of train.py")
+    for name, rules in declared_options(RangeTest).items():
+        parser.add_argument(f"--{name}", nargs="*", help=rules.help.replace("%", "%%"))
     flags, rest = parser.parse_known_args(argv)
     given = {name: words for name, words in vars(flags).items() if words is not None}
     try:

@@ -31,12 +31,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere } mark { background: #4a84;
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=10)
-    parser.add_argument("--page", type=Path)
+    parser = argparse.ArgumentParser(allow_abbrev=False, epilog="and all flags of train.py")
+    parser.add_argument("--rows", type=int, default=10, help="rows to show (default: 10)")
+    parser.add_argument("--page", type=Path, help="write them to this HTML file (default: none)")
     own, rest = parser.parse_known_args(argv)
-    also = {"rows": "rows to show (default: 10)", "page": "write them to this HTML file (default: none)"}
-    cfg, options = parsing.parse(parsing.with_default_config(rest), OPTIONS, also=also)
+    cfg, options = parsing.parse(parsing.with_default_config(rest), OPTIONS)
     validation.check(cfg, options)
     task = make_task(cfg, options)
     parts = list(preview(cfg, task, dataset.prepare_datasets(cfg, task), own.rows))

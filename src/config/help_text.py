@@ -1,7 +1,7 @@
 """--help, shown before the imports that take seconds, and --schema: the JSON schema of the run file, for editors, too.
 
-configs/schema.json holds the schema; `make schema` writes it after a field has changed.
-Tests: tests/config/test_config.py, tests/config/test_schema.py.
+configs/schema.json holds the schema, which --help reads; `make schema` writes it after a field has changed.
+Tests: tests/config/test_schema.py.
 """
 
 import argparse
@@ -9,79 +9,55 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 DESCRIPTION = (
     "Precedence: defaults < the YAML of --config < flags. Without a run file, model or data, train.py trains "
     "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; --NAME none clears a "
-    "field with the default none. --task NAME --help shows the options of another task, --help all every field. "
-    "README.md links all docs."
+    "field with the default none. --task NAME --help shows the options of another task. README.md links all docs."
 )
-# Fields that few runs set: of the core, and of add-ons all but these. They are shown by --help all.
-SELDOM = (
-    "model_revision tokenizer_name attn_implementation trust_remote_code dataset_config_name dataset_revision "
-    "dataset_split cache_dir cache_per_node preprocessing_num_workers per_device_batch_tokens pad_to_multiple_of "
-    "optim_args adam_beta1 adam_beta2 adam_epsilon parameter_groups lr_layer_decay max_skipped_steps "
-    "lr_scheduler_kwargs warmup_start_lr greater_is_better stop_on_nan_metric save_keep_every max_failed_saves "
-    "drift_check_steps project run_name profile_steps tf32 sync_each_batch ddp_comm_hook ddp_find_unused_parameters "
-    "ddp_timeout dataloader_num_workers dataloader_timeout"
-)
-OFTEN = ("peft", "streaming", "techniques", "validation_split")
-OWN_FLAGS = {  # of a command, beside the fields of the run file
-    "train.py": {},
-    "eval.py": {"checkpoint": "run, checkpoint or final model; its configuration applies"},
-}
+OWN_FLAGS = {"eval.py": {"checkpoint": "run, checkpoint or final model; its configuration applies"}}
 PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "true|false", "object": "{NAME: VALUE}"}
 
 
-def show_quickly(argv: list[str]) -> None:
-    """With --help, print it from configs/schema.json and exit, if no run file and no task have to be read for it."""
+def show_help(argv: list[str]) -> None:
+    """Print the help of the task of --task, or of the run file of --config, and exit."""
     # src/__init__.py calls this, so no import here takes long.
-    program, words, file = Path(argv[0]).name, argv[1:], Path(__file__).parents[2] / "configs" / "schema.json"
-    if program not in OWN_FLAGS or not {"-h", "--help"} & {*words} or "--config" in words or not file.exists():
-        return
-    schema = json.loads(file.read_text(encoding="utf-8"))
-    tasks = [word.removeprefix("--task=") for word in words if word.startswith("--task=")]
-    tasks += [word for before, word in pairwise(words) if before == "--task"]
-    task = tasks[-1] if tasks else schema["properties"]["task"]["default"]
-    if task in schema["properties"]["task"]["enum"]:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
-        print(format_help(schema, task, OWN_FLAGS[program], words))
-        sys.exit(0)
+    from src.config.paths import SCHEMA_FILE, read_yaml
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "task"):
+        parser.add_argument(f"--{name}")
+    given, _ = parser.parse_known_args(argv[1:])
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    in_file = read_yaml(given.config).get("task") if given.config else None
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+    print(format_help(schema, given.task or in_file or schema["properties"]["task"]["default"], Path(argv[0]).name))
+    sys.exit(0)
 
 
-def format_help(schema: dict, task: str, also: dict[str, str], argv: list[str]) -> str:
-    """Return the help of the fields of all tasks and of the task's options, which the JSON schema of the run file has.
-
-    `also`: further flags and their help. Without `--help all` in `argv`, fields that few runs set are only named."""
-    program = Path(sys.argv[0]).name
+def format_help(schema: dict, task: str, program: str) -> str:
+    """Return the help of the fields of all tasks and of the task's options, which the JSON schema of the run file has."""
     core = {name: field for name, field in schema["properties"].items() if field}
     tasks = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
-    everything = "--help=all" in argv or ("--help", "all") in pairwise(argv)
-    seldom = [n for n, field in core.items() if n in SELDOM.split() or ("x-add-on" in field and n not in OFTEN)]
-    hidden = [] if everything else seldom
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config configs/NAME.yaml] [--flag value …]",
         description=DESCRIPTION,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
-        epilog=f"{len(hidden)} more fields, by --help all: {', '.join(hidden)}" if hidden else None,
     )
     group = parser.add_argument_group("command")
-    group.add_argument("--help", action="store_true", help="print this text and exit; --help all: every field")
+    group.add_argument("--help", action="store_true", help="print this text and exit")
     group.add_argument("--schema", action="store_true", help="print the JSON schema of the run file and exit")
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
-    for name, text in also.items():
+    for name, text in OWN_FLAGS.get(program, {}).items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
     groups: dict[str, Any] = {}  # the fields of an add-on stand in a group of the core's
-    for fields, heading in ((core, "run"), (tasks[task], f"task {task}")):
+    for fields, heading in ((core, "run"), (tasks.get(task, {}), f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
-            if name in hidden:
-                continue
             groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=_help(field))
     return parser.format_help().rstrip()

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -22,12 +22,13 @@ from src.config.addons import (
 )
 from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, read_value, read_words
+from src.config.help_text import run_file_schema
 from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
 
 SAMPLE = "configs/stdlib_lm.yaml"
-CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
+CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from", "schema"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
 NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
 DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
@@ -89,15 +90,10 @@ def flag_names(argv: list[str]) -> set[str]:
     return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
 
 
-def asks_for_help(argv: list[str]) -> bool:
-    """Return whether a command line asks for --help or --schema."""
-    return "-h" in argv or bool(flag_names(argv) & {"help", "schema"})
-
-
 def with_default_config(argv: list[str]) -> list[str]:
     """Add --config with the sample run file if `argv` names no run file, task, model or data."""
     begins_with_flag = not argv or argv[0].startswith("--")
-    if asks_for_help(argv) or not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
+    if not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
         return argv
     if os.environ.get("RANK", "0") == "0":
         print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
@@ -108,32 +104,27 @@ def parse(
     argv: list[str],
     tasks: Tasks,
     base: dict | None = None,
-    also: dict[str, str] | None = None,
     choose_folder: Callable[[RunConfig, Any], RunConfig] = lambda cfg, options: cfg,
 ) -> tuple[RunConfig, Any]:
     """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
 
-    `also` holds flags that the caller has already removed from `argv`, with their help texts. With --help, print the
-    help and exit; with --schema, the JSON schema. `choose_folder` chooses an output_dir that was not given. Raise one UsageError that lists all unknown names, wrong types and
-    values out of range. src/config/validation.py checks the rules between fields."""
+    With --schema, print the JSON schema of the run file and exit. `choose_folder` chooses an output_dir that was not
+    given. Raise one UsageError that lists all unknown names, wrong types and values out of range.
+    src/config/validation.py checks the rules between fields."""
     flags, path = split_flags(argv)
-    given = _given_values(flags, path, base or {})
-    task = _task(given, tasks)
-    if asks_for_help(argv):
-        from src.config import help_text
-
-        schema = help_text.run_file_schema(tasks)
-        is_schema, text = "schema" in flag_names(argv), help_text.format_help(schema, task, also or {}, argv)
-        print(json.dumps(schema, indent=1, ensure_ascii=False) if is_schema else text)
+    if "schema" in flags:
+        print(json.dumps(run_file_schema(tasks), indent=1, ensure_ascii=False))
         sys.exit(0)
 
+    given = _given_values(flags, path, base or {})
+    task = _task(given, tasks)
     options_type = tasks[task]()
     core_type = config_type(given.keys() - field_types(options_type).keys())
     types = field_types(core_type) | field_types(options_type)
     values, errors = {}, []
     for name, (source, value) in given.items():
         if name not in types:
-            errors.append(f"{source}{_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
+            errors.append(f"{source}{_explain_unknown(name, task, tasks, types)}")
         elif value not in NOTHING or not (type(None) in get_args(types[name]) or name in DATA_FILES):
             try:
                 read = read_words if source == "--" else read_value
@@ -177,7 +168,7 @@ def _task(given: dict[str, Given], tasks: Tasks) -> str:
     return task
 
 
-def _explain_unknown(name: str, task: str, tasks: Tasks, names: list[str]) -> str:
+def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -> str:
     """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
@@ -207,7 +198,7 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
             flags[name] = [value] if equals else []
         elif flags:
             flags[name].append(word)
-        elif word != "-h":
+        else:
             raise UsageError(f"{word!r}: expected a flag: --NAME VALUE, as in --config configs/stdlib_lm.yaml")
     for name in [name for name, words in flags.items() if name.startswith("no_") and not words]:
         flags |= {name.removeprefix("no_"): ["false"]}
@@ -215,7 +206,7 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     paths = flags.pop("config", [""])
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
-    return {name: words for name, words in flags.items() if name not in ("help", "schema")}, paths[0] or None
+    return flags, paths[0] or None
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

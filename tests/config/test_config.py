@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from src.config import addons, parsing, paths, validation
+from src.config import parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.schema import RunConfig
@@ -169,23 +169,6 @@ def test_rules_of_an_evaluation(here):
     message = errors(training=False, **given)
     assert "model_config is llama.yaml" in message
     assert "--checkpoint scores" in message
-
-
-# ---- --help ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task", OPTIONS)
-def test_help_all_shows_every_field_once_with_one_default(capsys, task):
-    declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
-    for addon in addons.addons_with_fields():
-        declared |= declared_options(addon.Fields)
-    with pytest.raises(SystemExit):
-        parsing.parse(["--help", "all", "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
-    shown = capsys.readouterr().out
-    flags = ["help", "schema", "config", "checkpoint", *declared]
-    assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(flags)
-    assert f"\ntask {task}:\n" in shown
-    assert " ".join(shown.split()).count("(default: ") == len(declared)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """configs/schema.json: the JSON schema of the run file, which editors and --help read."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from src.config.addons import missing_addon
+from src.config.help_text import format_help
 from src.config.paths import SCHEMA_FILE
 from src.tasks import OPTIONS
 from tests.helpers import kit
@@ -37,3 +39,13 @@ def test_help_is_shown_without_slow_imports():
     assert "--global_batch_size N" in shown
     assert "task text_classification:" in shown
     assert not {"torch", "pydantic", "transformers"} & {line.split("|")[-1].strip() for line in imported.splitlines()}
+
+
+@pytest.mark.parametrize("task", OPTIONS)
+def test_help_shows_every_field_once_with_one_default(task):
+    schema = json.loads(SCHEMA_FILE.read_text())
+    [options] = [r["then"]["properties"] for r in schema["allOf"] if r["if"]["properties"]["task"]["const"] == task]
+    fields = {name for name, rules in PROPERTIES.items() if rules} | options.keys()
+    shown = format_help(schema, task, "eval.py")
+    assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(["help", "schema", "config", "checkpoint", *fields])
+    assert " ".join(shown.split()).count("(default: ") == len(fields)
