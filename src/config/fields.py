@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from src.config.errors import did_you_mean
+from src.config.errors import one_line
 from src.config.paths import Loader
 
 ASK = "ask"
@@ -90,16 +91,12 @@ def _number(value: Any) -> Any:
 
 def _mapping(value: Any) -> Any:
     """Return text as the mapping that it holds, in YAML or JSON; raise ValueError if it holds none."""
-    reason = ""
     if isinstance(value, str):
-        try:
-            value = yaml.load(text := value, Loader)  # it also finds a key that is given twice
-            with suppress(ValueError):
-                value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
-        except (ValueError, yaml.YAMLError) as error:
-            reason = f": {getattr(error, 'problem', None) or error}"
+        text, value = value, yaml.load(value, Loader)  # it also finds a key that is given twice
+        with suppress(ValueError):
+            value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
     if not isinstance(value, dict):
-        raise ValueError(f"expected {{NAME: VALUE, …}} in YAML or JSON{reason}")
+        raise ValueError("expected {NAME: VALUE, …} in YAML or JSON")
     return value
 
 
@@ -145,41 +142,36 @@ def field_types(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _parts(type_: Any) -> list[Any]:
-    """Return the types of a union, or the type of the items of a list."""
-    if type_ is Auto or not get_args(type_):
-        return [type_]
-    return [part for part in get_args(type_) if part is not type(None)]
-
-
-def _with_rules(part: Any, rules: Option) -> Any:
-    """Return str, int, float, bool, dict or Auto with the rules of its field, as pydantic takes it."""
-    bounds = {"ge": rules.min, "gt": rules.above, "le": rules.max, "lt": rules.below}
+def _with_rules(type_: Any, rules: Option) -> Any:
+    """Return the declared type of a field with its rules, as pydantic takes it."""
+    if get_origin(type_) is list:
+        return Annotated[list[_with_rules(get_args(type_)[0], rules)], BeforeValidator(as_list)]  # pyrefly: ignore
+    if get_origin(type_) in (Union, UnionType):
+        return reduce(operator.or_, [_with_rules(part, rules) for part in get_args(type_)])
     if rules.choices:
         return Annotated[Literal[rules.choices], BeforeValidator(_text)]  # pyrefly: ignore
-    if part is str:  # constraints stand before readers, so that the JSON schema shows them
+    if type_ is str:  # constraints stand before readers, so that the JSON schema shows them
         return Annotated[str, Field(min_length=None if rules.may_be_empty else 1), BeforeValidator(_text)]
-    if part is dict:
+    if type_ is dict:
         values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
         return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
-    if part is float:
-        return Annotated[float, Field(**bounds, allow_inf_nan=False), BeforeValidator(_number)]
-    return Annotated[int, Field(**bounds), BeforeValidator(_number)] if part is int else part
+    if type_ in (int, float):
+        bounds = Field(
+            ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below, allow_inf_nan=None if type_ is int else False
+        )
+        return Annotated[type_, bounds, BeforeValidator(_number)]
+    return type_
 
 
 @cache
 def _adapter(kind: type, name: str) -> TypeAdapter:
     """Return pydantic's type of a field of a dataclass, with help, default and rules."""
-    field, type_ = next(field for field in dataclasses.fields(kind) if field.name == name), field_types(kind)[name]
+    field = next(field for field in dataclasses.fields(kind) if field.name == name)
     rules = field.metadata["option"]
-    value = reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
-    if get_origin(type_) is list:
-        value = Annotated[list[value], BeforeValidator(as_list)]
-    elif type(None) in get_args(type_):
-        value |= None
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
-    return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
+    help_and_default = Field(description=rules.help, json_schema_extra=extra)
+    return TypeAdapter(Annotated[_with_rules(field_types(kind)[name], rules), help_and_default])
 
 
 def json_schema(kind: type) -> dict[str, dict]:
@@ -197,12 +189,14 @@ def json_schema(kind: type) -> dict[str, dict]:
 def read_words(kind: type, name: str, words: list[str]) -> Any:
     """Return the words after a flag as the type of the field `name` of a dataclass. Raise ValueError as read_value."""
     type_ = field_types(kind)[name]
-    if not words and bool in _parts(type_):
+    if not words and bool in (type_, *get_args(type_)):
         return True  # a flag without a value
-    if not words or (len(words) > 1 and get_origin(type_) is not list):
+    if get_origin(type_) is list and words:
+        return read_value(kind, name, words)
+    if len(words) != 1:
         words_text = " ".join(words) or "none"
         raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(kind)[name].help})")
-    return read_value(kind, name, words if get_origin(type_) is list else words[0])
+    return read_value(kind, name, words[0])
 
 
 def read_value(kind: type, name: str, value: Any) -> Any:
@@ -211,27 +205,7 @@ def read_value(kind: type, name: str, value: Any) -> Any:
         return _adapter(kind, name).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-    rules = declared_options(kind)[name]
-    if dict in _parts(field_types(kind)[name]):
-        text = "; ".join(_sentence_of_mapping(problem, rules) for problem in problems)
-    else:
-        wrong, text = problems[0]["input"], " or ".join(map(_sentence, problems))
-        if problems[0]["type"].startswith(("greater_than", "less_than", "finite")) and not isinstance(value, list):
-            raise ValueError(f"{name} is {wrong}: {text}")
-        text = f"{wrong!r}: {text}{did_you_mean(str(wrong), rules.choices)}"
-    raise ValueError(f"{name}: {text} ({rules.help})")
-
-
-def _sentence(problem: Any) -> str:
-    return problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-
-
-def _sentence_of_mapping(problem: Any, rules: Option) -> str:
-    *place, last = ("", *problem["loc"])
-    if last == "[key]":
-        word = yaml.safe_dump(problem["input"]).split("\n")[0]
-        return f'the key {word} is not text: give a name, or write "{word}" if it is one'
-    if problem["type"] == "extra_forbidden":
-        near = did_you_mean(str(last), rules.values.__annotations__ if rules.values else ())
-        return ": ".join([*map(str, place[1:]), str(last), f"unknown field{near}"])
-    return ": ".join([*map(str, problem["loc"]), repr(problem["input"]), _sentence(problem)])
+        text = "; ".join(": ".join([*map(str, each["loc"]), repr(each["input"]), each["msg"]]) for each in problems)
+    except yaml.YAMLError as error:
+        text = one_line(error)
+    raise ValueError(f"{name}: {text} ({declared_options(kind)[name].help})")

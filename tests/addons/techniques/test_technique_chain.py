@@ -41,12 +41,12 @@ def test_null_and_true_take_all_defaults(given):
         ({"ema": {"decay": "fast"}}, ["ema: decay", "'fast'", "share of the average"]),
         ({"ema": {"decay": [1, 2]}}, ["ema: decay", "[1, 2]"]),
         ({"lawa": {"k": True}}, ["lawa: k: True"]),
-        ({"lawa": {"k": 0, "every": "few"}}, ["lawa: k is 0", "every: 'few'"]),  # all at once
-        ({"ema": {"decay": float("nan")}}, ["ema: decay is nan", "finite"]),
+        ({"lawa": {"k": 0, "every": "few"}}, ["lawa: k: 0", "every: 'few'"]),  # all at once
+        ({"ema": {"decay": float("nan")}}, ["ema: decay: nan", "finite"]),
         ({"spike_watch": {"warmup": 9, "window": 8}}, ["spike_watch: warmup is 9", "window, which is 8"]),
         ({"ema": 0.5}, ["ema", "0.5", "{NAME: VALUE}"]),
         ({"ema": False}, ["ema: false", "remove the entry"]),
-        ({"ema": {"decay": -1}, "lawa": {"l": 1}, "sma": None}, ["3 errors", "decay is -1", "l: unknown", "sma"]),
+        ({"ema": {"decay": -1}, "lawa": {"l": 1}, "sma": None}, ["3 errors", "decay: -1", "l: unknown", "sma"]),
     ],
 )
 def test_invalid_techniques_are_refused_by_name(given, words):
