@@ -37,7 +37,7 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     ]
     if errors:
         raise UsageError(list_errors(errors))
-    for text in ignored_requests(cfg, options) if training else ():
+    for text in ignored_requests(cfg) if training else ():
         warn(text)
 
 
@@ -97,8 +97,8 @@ def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
     if len({"weight" in source for source in mixture.values()}) > 1:
         yield "mixture: give all sources a weight, or none (then the size of a source is its weight)"
     for name, source in mixture.items():
-        if not name.strip() or "/" in name or not name.isprintable():
-            yield f"mixture: {name!r}: source names must be non-empty, one line, without '/'"
+        if not name or "/" in name:  # metrics are called NAME/loss
+            yield f"mixture: {name!r}: source names must be non-empty, without '/'"
         if bool(source.get("train_file")) == bool(source.get("dataset_name")):
             yield f"mixture: {name}: give either train_file or dataset_name"
         for field in ("dataset_config_name", "dataset_revision", "dataset_split"):
@@ -115,12 +115,6 @@ def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
 
 
-def steps_to_profile(cfg: RunConfig) -> Iterator[str]:
-    steps = cfg.profile_steps
-    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"
-
-
 def usable_schedule(cfg: RunConfig) -> Iterator[str]:
     if cfg.warmup_start_lr and not cfg.warmup_steps:
         yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
@@ -130,7 +124,7 @@ def usable_schedule(cfg: RunConfig) -> Iterator[str]:
         yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
-def ignored_requests(cfg: RunConfig, options: Any) -> Iterator[str]:
+def ignored_requests(cfg: RunConfig) -> Iterator[str]:
     """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
     if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
@@ -138,8 +132,6 @@ def ignored_requests(cfg: RunConfig, options: Any) -> Iterator[str]:
         yield f"model_revision {cfg.model_revision} is ignored: it is that of model_name_or_path, which is not given"
     if cfg.ddp_comm_hook != "no" and os.environ.get("WORLD_SIZE", "1") == "1":
         yield f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored on one process"
-    if cfg.attn_implementation == "varlen" and not getattr(options, "packing", False):
-        yield "attn_implementation varlen computes what sdpa does: it is made for packed rows (--packing true)"
     if cfg.early_stopping_patience and not cfg.eval_steps:
         yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
     name, _ = best_by(cfg)
@@ -159,19 +151,13 @@ def writable_folders(cfg: RunConfig) -> Iterator[str]:
         folder = getattr(cfg, name) or ""
         if "://" in folder:  # otherwise a local folder with this name would be created
             yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
-        elif folder and (reason := _not_writable(Path(folder).absolute())):
-            yield f"{name}: {folder} cannot be created: {reason}; give another folder"
-
-
-def _not_writable(folder: Path) -> str | None:
-    """Return the reason why nothing can be written to `folder`, or None. The folder need not exist yet."""
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
+            continue
+        path = Path(folder).absolute()
+        parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            yield f"{name}: {folder} cannot be created: {parent} is not a writable folder"
 
 
 RULES = (trusted_attention, one_source, sources_of_mixture, usable_schedule, writable_folders)
-TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, steps_to_profile, optimizer_errors)
+TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, optimizer_errors)
 EVALUATION_RULES = (*RULES, trained_model, evaluation_data)
