@@ -17,8 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock
-
 from src.config.errors import Failure, Stopped, UsageError
 from src.config.redact import for_terminal
 from src.runtime import console, run_status
@@ -116,7 +114,7 @@ def _redacting(original: Callable) -> Callable:
 
 def _end(error: BaseException) -> NoReturn:
     """Log and print why this rank ends, write it to status.json, and exit."""
-    rank, (code, text, printed) = int(os.environ.get("RANK", 0)), _outcome(error)
+    rank, (code, text) = int(os.environ.get("RANK", 0)), _outcome(error)
     if log.hasHandlers():
         log.error("%s", text)
     if code in (EXIT_STOPPED, EXIT_CTRL_C):
@@ -127,30 +125,28 @@ def _end(error: BaseException) -> NoReturn:
         if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
             time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
         _tell_launcher(text)
-    write_outcome(code, text)
-    print_once(printed)
+    _write_outcome(code, text)
+    print_once(text)
     exit_process(code)
 
 
-def _outcome(error: BaseException) -> tuple[int, str, str]:
-    """Return the exit code, the text for status.json and the log, and the text to print."""
-    rank = os.environ.get("RANK", "0")
+def _outcome(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the reason."""
     if isinstance(error, Stopped):
-        return EXIT_STOPPED, str(error), str(error)
+        return EXIT_STOPPED, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return EXIT_CTRL_C, "Stopped by Ctrl-C.", "Stopped by Ctrl-C."
+        return EXIT_CTRL_C, "Stopped by Ctrl-C."
     if isinstance(error, UsageError):
-        return EXIT_USAGE, str(error), f"error: {error}"
+        return EXIT_USAGE, f"error: {error}"
     if isinstance(error, Failure):
-        return EXIT_FAILED, f"failed: {error}", f"failed: {error}"
-    text = traceback.format_exc()
+        return EXIT_FAILED, f"failed: {error}"
+    text = f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}"
     if is_out_of_memory(error):
         text += (
-            f"\nrank {rank} ran out of memory: give half the --per_device_batch_size (the global batch stays the same; "
-            "in an evaluation, --per_device_eval_batch_size), or --gradient_checkpointing true; the same command then "
-            "resumes from the last checkpoint"
+            "\nThis rank ran out of memory: give half the --per_device_batch_size (the global batch stays the same; in an evaluation, "
+            "--per_device_eval_batch_size), or --gradient_checkpointing true, and resume by the same command"
         )
-    return EXIT_FAILED, text, f"rank {rank} failed:\n{text}"
+    return EXIT_FAILED, text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -177,7 +173,7 @@ def another_rank_failed() -> bool:
     return any(file != own for file in own.parents[1].glob("*/error.json"))
 
 
-def write_outcome(code: int, message: str) -> None:
+def _write_outcome(code: int, message: str) -> None:
     """Write the outcome to status.json, if this process has a run folder that no other run has replaced.
 
     The first failure counts: the errors of other ranks may follow from it."""
@@ -195,12 +191,11 @@ def write_outcome(code: int, message: str) -> None:
 def print_once(message: str) -> None:
     """Print why this process ends. If several ranks of a launcher have the same message, only the first one prints it."""
     sys.stdout.flush()
-    with suppress(KeyError, OSError):  # no launcher, or its folder is full or gone
-        mark = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / hashlib.sha256(message.encode()).hexdigest()
-        with FileLock(f"{mark}.lock", timeout=5):
-            if mark.exists():
-                return
-            mark.touch()
-            print(f"\n{message}", file=sys.stderr, flush=True)
-            return
+    try:
+        folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
+        (folder / hashlib.sha256(message.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    except (KeyError, OSError):
+        pass  # no launcher, or its folder is full or gone
     print(f"\n{message}", file=sys.stderr, flush=True)
