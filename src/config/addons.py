@@ -88,13 +88,11 @@ def missing_addon(name: str, value: Any = None) -> str | None:
     configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
     rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
-    is_choice = room and isinstance(value, str) and value in rules.get("enum", ())
-    addon = f"addons/{room}/{value}" if is_choice else rules.get("x-add-on")
-    files = [file for end in (".py", "/__init__.py") if addon and (file := REPOSITORY / f"{addon}{end}").exists()]
-    if not addon or (files and not missing_need(files[0])):
+    addon = f"addons/{room}/{value}" if room and value in rules.get("enum", ()) else rules.get("x-add-on")
+    _, *rooms, last = addon.split("/") if addon else ("", "")
+    if not addon or last in addon_names("/".join(rooms)):
         return None
-    missing = f"{addon}, which needs {missing_need(files[0])}, which" if files else f"{addon}, which"
-    return f"{name}: this is of the add-on {missing} is not here: restore it, or remove this from the run file"
+    return f"{name}: this is of the add-on {addon}, which is not here, or what it needs: restore it, or do not use it"
 
 
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
