@@ -13,7 +13,6 @@ import torch
 import src
 from src.checkpointing.resume import Start
 from src.config.addons import fields_of_addons_with
-from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
 from src.data.batch_plan import LOW
@@ -45,19 +44,16 @@ class RunLogger:
         self.profiler: torch.profiler.profile | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
         self.is_first_step = True  # of this process
-        try:
-            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
-            plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
-            self.say(console.table(plan | topology(run.backend, run.cfg)))
-            self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
-            for note in start.notes + run_notes(run.cfg, run.datasets):
-                self.say(note)
-            if is_training:
-                record_exit_in(self.folder)
-                self._begin_files()
-        except OSError as error:
-            raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
+        plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
+        self.say(console.table(plan | topology(run.backend, run.cfg)))
+        self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
+        for note in start.notes + run_notes(run.cfg, run.datasets):
+            self.say(note)
+        if is_training:
+            record_exit_in(self.folder)
+            self._begin_files()
         self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
         if not is_training:
             self.say(
