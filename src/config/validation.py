@@ -1,7 +1,7 @@
-"""Rules between fields, one function each; checks of folders and URLs before a run starts.
+"""Rules between fields; checks of folders and URLs before a run starts.
 
-src/config/schema.py declares the range of a single field. Each rule here yields one sentence per error, which names the
-fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
+src/config/schema.py declares the range of a single field. Each error here is one sentence, which names the fields, their
+values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
 import os
@@ -16,6 +16,7 @@ from src.config.paths import plain_name
 from src.config.redact import was_redacted
 from src.config.schema import RunConfig, best_by
 
+HUB_FIELDS = ("dataset_config_name", "dataset_revision", "dataset_split")  # only with dataset_name
 TRY = "(try --config configs/stdlib_lm.yaml)"
 LOWER_IS_BETTER = {"perplexity", "ppl", "bits_per_byte", "brier_score", "error", "error_rate"}
 LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "mse", "rmse", "mae", "mape", "smape", "mase"}
@@ -23,9 +24,8 @@ LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "mse", "rmse", "mae", "ma
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     """Raise one UsageError that lists all violated rules, before any file is read or written."""
-    errors = [error for rule in (TRAINING_RULES if training else EVALUATION_RULES) for error in rule(cfg)]
-    if training and getattr(options, "needs_model", False) and not cfg.model_name_or_path and not cfg.model_config:
-        errors.append(f"no model: give --model_name_or_path, or --model_config for random weights {TRY}")
+    errors = [*common_errors(cfg), *mixture_errors(cfg.mixture)]
+    errors += training_errors(cfg, options) if training else evaluation_errors(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
     for rule in functions_of_addons(cfg, "errors"):
@@ -41,58 +41,42 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
         warn(text)
 
 
-# ---- model -----------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def one_model(cfg: RunConfig) -> Iterator[str]:
-    if cfg.model_name_or_path and cfg.model_config:
-        yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
-
-
-def trained_model(cfg: RunConfig) -> Iterator[str]:
-    if cfg.model_config:
-        fix = f"give --checkpoint {cfg.output_dir} without --config, or --model_name_or_path"
-        yield f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, {fix}"
-    elif not cfg.model_name_or_path:
-        yield "no model: give --checkpoint or --model_name_or_path"
-
-
-def trusted_attention(cfg: RunConfig) -> Iterator[str]:
+def common_errors(cfg: RunConfig) -> Iterator[str]:
+    """Yield the errors of a training or an evaluation: sources of data, attention, schedule, folders."""
     name = cfg.attn_implementation
     if name and not plain_name(name) and not cfg.trust_remote_code:
         yield f"attn_implementation is {name}, code from the Hub: give --trust_remote_code true if you trust it"
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
-def training_data(cfg: RunConfig) -> Iterator[str]:
-    if not cfg.dataset_name and not cfg.train_file and not cfg.mixture:
-        yield f"no data: give --train_file or --dataset_name {TRY}"
-
-
-def evaluation_data(cfg: RunConfig) -> Iterator[str]:
-    held_out = functions_of_addons(cfg, "find_sources")  # training rows are evaluated
-    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
-        yield f"no data: give --validation_file or --dataset_name {TRY}"
-    if cfg.dataset_split and not held_out:
-        yield f"dataset_split is {cfg.dataset_split}, the split to train on: remove it, to evaluate the split validation"
-
-
-def one_source(cfg: RunConfig) -> Iterator[str]:
     given = [name for name in ("mixture", "dataset_name", "train_file") if getattr(cfg, name)]
     if len(given) > 1:
         yield f"{given[0]} and {given[1]} are both given: keep one"
-    for name in ("dataset_config_name", "dataset_revision", "dataset_split"):
+    for name in HUB_FIELDS:
         if getattr(cfg, name) and not cfg.dataset_name:
             fix = "give it to a source of the mixture" if cfg.mixture else "give both, or neither"
             yield f"{name} is given without dataset_name: {fix}"
+    if cfg.warmup_start_lr and not cfg.warmup_steps:
+        yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
+    if cfg.warmup_steps > 1 and cfg.warmup_steps % 1:
+        yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
+    if follows_evaluations(cfg) and not cfg.eval_steps:
+        yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
+    for name in ("output_dir", "cache_dir"):
+        folder = getattr(cfg, name) or ""
+        path = Path(folder).absolute()
+        parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if "://" in folder:  # otherwise a local folder with this name would be created
+            yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
+        elif folder and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            yield f"{name}: {folder} cannot be created: {parent} is not a writable folder"
 
 
-def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
-    """Yield an error for each rule about the names, weights and data of a mixture's sources that is violated."""
-    mixture = cfg.mixture or {}
-    if cfg.mixture is not None and len(mixture) < 2:
+def mixture_errors(mixture: dict | None) -> Iterator[str]:
+    """Yield the errors of the names, weights and data of a mixture's sources."""
+    if mixture is None:
+        return
+    if len(mixture) < 2:
         yield "mixture: give at least two sources, each as NAME: {train_file: …, weight: …}"
     if len({"weight" in source for source in mixture.values()}) > 1:
         yield "mixture: give all sources a weight, or none (then the size of a source is its weight)"
@@ -101,27 +85,40 @@ def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
             yield f"mixture: {name!r}: source names must be non-empty, without '/'"
         if bool(source.get("train_file")) == bool(source.get("dataset_name")):
             yield f"mixture: {name}: give either train_file or dataset_name"
-        for field in ("dataset_config_name", "dataset_revision", "dataset_split"):
+        for field in HUB_FIELDS:
             if field in source and "dataset_name" not in source:
                 yield f"mixture: {name}: {field} is given without dataset_name: give both, or neither"
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
+def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
+    """Yield the errors of a training: model, data, micro-batch, optimizer."""
+    if cfg.model_name_or_path and cfg.model_config:
+        yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
+    if getattr(options, "needs_model", False) and not cfg.model_name_or_path and not cfg.model_config:
+        yield f"no model: give --model_name_or_path, or --model_config for random weights {TRY}"
+    if not cfg.dataset_name and not cfg.train_file and not cfg.mixture:
+        yield f"no data: give --train_file or --dataset_name {TRY}"
     size = cfg.per_device_batch_size
     if size != "auto" and size > cfg.global_batch_size:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
+    yield from optimizer_errors(cfg)
 
 
-def usable_schedule(cfg: RunConfig) -> Iterator[str]:
-    if cfg.warmup_start_lr and not cfg.warmup_steps:
-        yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
-    if cfg.warmup_steps > 1 and cfg.warmup_steps % 1:
-        yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
-    if follows_evaluations(cfg) and not cfg.eval_steps:
-        yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
+def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
+    """Yield the errors of an evaluation: a trained model, and data to evaluate it on."""
+    if cfg.model_config:
+        fix = f"give --checkpoint {cfg.output_dir} without --config, or --model_name_or_path"
+        yield f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, {fix}"
+    elif not cfg.model_name_or_path:
+        yield "no model: give --checkpoint or --model_name_or_path"
+    held_out = functions_of_addons(cfg, "find_sources")  # training rows are evaluated
+    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
+        yield f"no data: give --validation_file or --dataset_name {TRY}"
+    if cfg.dataset_split and not held_out:
+        yield f"dataset_split is {cfg.dataset_split}, the split to train on: remove it, to evaluate the split validation"
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
 
 
 def ignored_requests(cfg: RunConfig) -> Iterator[str]:
@@ -141,23 +138,3 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
     uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
     if cfg.greater_is_better is not None and not uses:
         yield "greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
-
-
-def writable_folders(cfg: RunConfig) -> Iterator[str]:
-    for name in ("output_dir", "cache_dir"):
-        folder = getattr(cfg, name) or ""
-        if "://" in folder:  # otherwise a local folder with this name would be created
-            yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
-            continue
-        path = Path(folder).absolute()
-        parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-            yield f"{name}: {folder} cannot be created: {parent} is not a writable folder"
-
-
-RULES = (trusted_attention, one_source, sources_of_mixture, usable_schedule, writable_folders)
-TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, optimizer_errors)
-EVALUATION_RULES = (*RULES, trained_model, evaluation_data)
