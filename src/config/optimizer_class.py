@@ -7,6 +7,7 @@ or of the file with this name in addons/optimizers/. Tests: tests/training/test_
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ PACKAGE = "pytorch_optimizer"
 BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 # Arguments that fields of the run file set, by class of torch.optim; all classes: lr and weight_decay.
 BETAS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
-ARGUMENTS_OF_FIELDS = {"AdamW": BETAS, "Adam": BETAS, "NAdam": BETAS, "RAdam": BETAS, "Adamax": BETAS}
+ARGUMENTS_OF_FIELDS = dict.fromkeys(("AdamW", "Adam", "NAdam", "RAdam", "Adamax"), BETAS)
 ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the backend"}
 MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # for matrices of hidden layers: addons/optimizers/muon.py
@@ -33,16 +34,14 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     import torch
 
     package, _, given = optim.rpartition("/")
-    name, problem = normalized(BUILT_IN.get(given, given)), ""
+    name = normalized(BUILT_IN.get(given, given))
     classes = {} if package else _classes(torch.optim) | _classes(optimizer_addon(optim) or torch.optim)
-    if package == PACKAGE or (not package and name not in classes):
-        try:
-            classes = _classes(importlib.import_module(PACKAGE)) | classes
-        except ImportError as error:
-            problem = f" ({PACKAGE} has more of them: {error})"
+    if name not in classes and package in ("", PACKAGE):
+        with suppress(ImportError):
+            classes |= _classes(importlib.import_module(PACKAGE))
     if name not in classes:
-        near = did_you_mean(name, classes)
-        raise UsageError(f"optim is {optim}: not a class of torch.optim, {PACKAGE} or addons/optimizers{near}{problem}")
+        places = f"torch.optim, addons/optimizers, or {PACKAGE} if it is installed"
+        raise UsageError(f"optim is {optim}: not a class of {places}{did_you_mean(name, classes)}")
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
         hint = "use adamw or sgd with techniques: schedule_free"
         raise UsageError(f"optim is {optim}, which trains other weights than it evaluates: {hint}")
@@ -80,14 +79,11 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
         if name not in accepted:  # some classes take any name, and ignore it
             raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
     read = ADAM_FIELDS if getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False) else from_fields.values()
-    ignored = [name for name in ADAM_FIELDS if name not in " ".join(read)]
-    ignored = [name for name in ignored if getattr(cfg, name) != getattr(RunConfig, name)]
-    ignored += ["weight_decay"] if cfg.weight_decay and "weight_decay" not in accepted else []
-    if ignored:
-        fix = "give --weight_decay 0" if ignored[0] == "weight_decay" else "remove it, or give optim_args"
-        raise UsageError(
-            f"{ignored[0]} is {getattr(cfg, ignored[0]):g}, which {optimizer.__name__} does not read: {fix}"
-        )
+    for name in ADAM_FIELDS:
+        if name not in " ".join(read) and getattr(cfg, name) != getattr(RunConfig, name):
+            raise UsageError(f"{name} is {getattr(cfg, name):g}, which {optimizer.__name__} does not read: remove it")
+    if cfg.weight_decay and "weight_decay" not in accepted:
+        raise UsageError(f"weight_decay is {cfg.weight_decay:g}, which {optimizer.__name__} does not read: give 0")
     values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples
     return {name: values[name] for name in from_fields} | given | lists
