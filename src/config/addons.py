@@ -69,12 +69,9 @@ def _extended(addons: tuple[ModuleType, ...]) -> type[RunConfig]:
     if not addons:
         return RunConfig
     bases = (RunConfig, *(each.Fields for each in addons))
-    namespace = {"addons": addons, "__reduce__": _pickled}
+    # The type is made at run time, so pickle cannot find it by its name.
+    namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
     return dataclasses.make_dataclass("RunConfig", [], bases=bases, namespace=namespace, frozen=True)
-
-
-def _pickled(cfg: RunConfig) -> tuple:
-    return partial(run_config, **vars(cfg)), ()  # the type is made at run time, so pickle cannot find it by its name
 
 
 def run_config(**values: Any) -> RunConfig:

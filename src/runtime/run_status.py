@@ -3,8 +3,7 @@
     python -m src.runtime.run_status RUN [CODE]           print the exit code of the run; CODE, the launcher's, if it has none
     python -m src.runtime.run_status --newest             print the folder in runs/ that a run wrote to last
 
-Tests: tests/runtime/test_run_status.py. Exit codes: 0 complete · 1 failed · 2 the user can fix the error · 75 stopped
-and saved, run the same command again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
+src/runtime/exit_codes.py lists the exit codes. Tests: tests/runtime/test_run_status.py.
 """
 
 import json
