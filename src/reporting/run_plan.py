@@ -1,6 +1,6 @@
 """The plan printed by `--dry_run` and at the start: steps, tokens, learning rate, memory, disk.
 
-Tests: tests/config/test_command_line.py, tests/config/test_dry_run.py.
+Tests: tests/config/test_dry_run.py.
 """
 
 import inspect
