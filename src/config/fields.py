@@ -25,7 +25,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from src.config.errors import one_line
+from src.config.errors import did_you_mean, one_line
 from src.config.paths import Loader
 
 ASK = "ask"
@@ -205,7 +205,19 @@ def read_value(kind: type, name: str, value: Any) -> Any:
         return _adapter(kind, name).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-        text = "; ".join(": ".join([*map(str, each["loc"]), repr(each["input"]), each["msg"]]) for each in problems)
+        in_mapping = dict in get_args(field_types(kind)[name])
+        text = "; ".join(_sentence(problem, declared_options(kind)[name], in_mapping) for problem in problems)
     except yaml.YAMLError as error:
         text = one_line(error)
     raise ValueError(f"{name}: {text} ({declared_options(kind)[name].help})")
+
+
+def _sentence(problem: Any, rules: Option, in_mapping: bool) -> str:
+    """Return place, value and reason of an error of pydantic, with the nearest name for a choice or a key."""
+    place = [str(part) for part in problem["loc"] if in_mapping or isinstance(part, int)]  # no types of a union
+    value, text = problem["input"], problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return ": ".join([*place, f"unknown field{did_you_mean(place[-1], rules.values.__annotations__)}"])
+    return ": ".join([*place, repr(value), text.removeprefix("Value error, ")]) + did_you_mean(
+        str(value), rules.choices
+    )

@@ -15,8 +15,19 @@ from typing import Any
 DESCRIPTION = (
     "Precedence: defaults < the YAML of --config < flags. Without a run file, model or data, train.py trains "
     "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; --NAME none clears a "
-    "field with the default none. --task NAME --help shows the options of another task. README.md links all docs."
+    "field with the default none. --task NAME --help shows the options of another task, --help all every field. "
+    "README.md links all docs."
 )
+# Fields that few runs set: of the core, and of add-ons all but these. They are shown by --help all.
+SELDOM = (
+    "model_revision tokenizer_name attn_implementation trust_remote_code dataset_config_name dataset_revision "
+    "dataset_split cache_dir cache_per_node preprocessing_num_workers per_device_batch_tokens pad_to_multiple_of "
+    "optim_args adam_beta1 adam_beta2 adam_epsilon parameter_groups lr_layer_decay max_skipped_steps "
+    "lr_scheduler_kwargs warmup_start_lr greater_is_better stop_on_nan_metric save_keep_every max_failed_saves "
+    "drift_check_steps project run_name profile_steps tf32 sync_each_batch ddp_comm_hook ddp_find_unused_parameters "
+    "ddp_timeout dataloader_num_workers dataloader_timeout"
+)
+OFTEN = ("peft", "streaming", "techniques", "validation_split")
 OWN_FLAGS = {"eval.py": {"checkpoint": "run, checkpoint or final model; its configuration applies"}}
 PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "true|false", "object": "{NAME: VALUE}"}
 
@@ -27,19 +38,24 @@ def show_help(argv: list[str]) -> None:
     from src.config.paths import SCHEMA_FILE, read_yaml
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "task"):
-        parser.add_argument(f"--{name}")
+    for name in ("config", "task", "help"):
+        parser.add_argument(f"--{name}", nargs="?")
     given, _ = parser.parse_known_args(argv[1:])
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     in_file = read_yaml(given.config).get("task") if given.config else None
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
-    print(format_help(schema, given.task or in_file or schema["properties"]["task"]["default"], Path(argv[0]).name))
+    task = given.task or in_file or schema["properties"]["task"]["default"]
+    print(format_help(schema, task, Path(argv[0]).name, everything=given.help == "all"))
     sys.exit(0)
 
 
-def format_help(schema: dict, task: str, program: str) -> str:
-    """Return the help of the fields of all tasks and of the task's options, which the JSON schema of the run file has."""
+def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
+    """Return the help of the fields of all tasks and of the task's options, which the JSON schema of the run file has.
+
+    Fields that few runs set are only named, unless `everything` is asked for."""
     core = {name: field for name, field in schema["properties"].items() if field}
+    seldom = [n for n, field in core.items() if n in SELDOM.split() or ("x-add-on" in field and n not in OFTEN)]
+    hidden = [] if everything else seldom
     tasks = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
     parser = argparse.ArgumentParser(
         prog=program,
@@ -47,9 +63,10 @@ def format_help(schema: dict, task: str, program: str) -> str:
         description=DESCRIPTION,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
+        epilog=f"{len(hidden)} more fields, by --help all: {', '.join(hidden)}" if hidden else None,
     )
     group = parser.add_argument_group("command")
-    group.add_argument("--help", action="store_true", help="print this text and exit")
+    group.add_argument("--help", action="store_true", help="print this text and exit; --help all: every field")
     group.add_argument("--schema", action="store_true", help="print the JSON schema of the run file and exit")
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
     for name, text in OWN_FLAGS.get(program, {}).items():
@@ -58,6 +75,8 @@ def format_help(schema: dict, task: str, program: str) -> str:
     for fields, heading in ((core, "run"), (tasks.get(task, {}), f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
+            if name in hidden:
+                continue
             groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=_help(field))
     return parser.format_help().rstrip()

@@ -111,7 +111,7 @@ def test_loss_of_each_source_equals_its_data_alone(sources, one, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"low": {"train_fil": "x"}}, "mixture: low: train_fil: 'x': Extra inputs are not permitted"),
+        ({"low": {"train_fil": "x"}}, "mixture: low: train_fil: unknown field; did you mean train_file?"),
         ({"low": {"weight": 1}}, "mixture: low: give .*train_file or dataset_name"),
         ({"low": {"train_file": "a.jsonl", "weight": -1}}, "low: weight: -1: .*greater than 0"),
         ({"lo/w": {"train_file": "a.jsonl", "weight": 1}}, r"mixture: 'lo/w': source names must be non-empty"),
