@@ -64,8 +64,8 @@ class StepLosses(NamedTuple):
         sums: dict[str, Any] = {}
         for (micro, _), out in zip(batch, outputs, strict=True):
             losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
-            for name, value in () if micro.dummy else out.items():
-                if name != "loss":
+            for name, value in out.items():
+                if name != "loss" and not micro.dummy:
                     sums[name] = sums.get(name, 0.0) + value.detach().double()
         return cls(torch.stack(losses), sums)
 
