@@ -36,13 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import re
 import shutil
 import subprocess
-import threading
 from contextlib import suppress
 
 import numpy as np
 import psutil
 import pytest
 
+from src.distributed import stop_signals
 from tests.helpers import backend_runs, kit, plain_task
 
 # The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.
@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_teardown(item):
     kit.kill_all()
-    # Forked ranks would inherit its socket, and their signals would end the process of the tests.
-    assert "stop signals" not in {thread.name for thread in threading.enumerate()}, "train a run by kit.run_command"
+    # Forked ranks would inherit it, and with it its socket: their signals would stop a run in the process of the tests.
+    assert stop_signals._training is None, "train a run by kit.run_command"
 
 
 def pytest_sessionfinish(session, exitstatus):
