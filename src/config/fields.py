@@ -170,8 +170,8 @@ def _adapter(kind: type, name: str) -> TypeAdapter:
     rules = field.metadata["option"]
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
-    help_and_default = Field(description=rules.help, json_schema_extra=extra)
-    return TypeAdapter(Annotated[_with_rules(field_types(kind)[name], rules), help_and_default])
+    value = _with_rules(field_types(kind)[name], rules)
+    return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
 
 
 def json_schema(kind: type) -> dict[str, dict]:
