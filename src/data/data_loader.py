@@ -3,6 +3,7 @@
 Tests: tests/data/test_data_loader.py and tests/conformance/.
 """
 
+import logging
 import math
 import os
 import random
@@ -93,7 +94,7 @@ def seed_everything(seed: int) -> None:
 
 
 def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = True) -> Item:
-    """Seed all generators, collate, and return (micro-batch, its batch). An error names the row ids."""
+    """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
         for change_rows in functions_of_addons(task.cfg, "change_rows") if training else ():
@@ -103,9 +104,10 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")
         # The hash is computed here, where several micro-batches are read at once, rather than in the step.
         return (replace(micro, hash=hash_ids(micro.ids)) if training else micro), batch
-    except Exception as error:
-        where = f"micro-batch {micro.index} of step {micro.step + 1}"
-        error.add_note(f"rows {micro.ids.tolist()} could not be collated ({where})")
+    except Exception:
+        text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
+        logging.getLogger("run").error("%s", text)
+        print(f"\nrank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
         raise
 
 
