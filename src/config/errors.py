@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -76,6 +77,14 @@ NUMBERS = {  # the first line: a full or failing disk; the second: permissions; 
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNREFUSED),
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPROTO, errno.EAGAIN, errno.EINTR),
 }
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_unwritable(error: BaseException, root: Path) -> bool:
+    """Return True if the disk is full or read-only, or if `root` does not permit to write."""
+    denied = isinstance(error, PermissionError) and str(error.filename).startswith(str(root))
+    return isinstance(error, OSError) and (error.errno in DISK_FULL or denied)
 
 
 class DiskError(OSError):

@@ -10,7 +10,7 @@ import os
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, is_unwritable, warn
 from src.config.schema import RunConfig
 from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
@@ -18,6 +18,7 @@ from src.data.prepared_split import STATS, Split, data_notes, format_stats, task
 from src.data.sources import Source, fetch_source, find_sources
 from src.runtime import console
 from src.runtime.exit_codes import run_main
+from src.storage.cache_folder import cache_root
 from src.tasks import OPTIONS, Task, make_task
 
 
@@ -25,12 +26,23 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     """Load the task's tokenizer and configuration, and return the prepared splits that the run file names.
 
     The key "validation" is missing if there is no validation data."""
-    import datasets
-
     task.load()
     if "train" in wanted:
         for check_task in functions_of_addons(cfg, "check_task"):
             check_task(cfg, task)
+    try:
+        return _load_splits(cfg, task, wanted)
+    except OSError as error:
+        root = cache_root(cfg)
+        if not is_unwritable(error, root):
+            raise
+        text = f"cache_dir: {root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
+        raise UsageError(text) from error
+
+
+def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
+    import datasets
+
     console.reroute()
     datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
 

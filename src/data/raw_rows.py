@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import pyarrow as pa
 from pyarrow import json
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.schema import RunConfig
 from src.data import csv_reader
 from src.data.row_errors import json_error, line_of
@@ -186,6 +186,8 @@ def _read_errors(source: Source, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(cause := _root_cause(error), OSError) and cause.errno in DISK_FULL:
+            raise cause from error
         raise UsageError(explain_read_error(source, error, files)) from error
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from src.config import validation
 from src.config.errors import UsageError
 from src.data import prepare
 from src.data.prepared_split import data_notes
@@ -201,6 +203,21 @@ def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(
 
 
 # ---- the cache folder -------------------------------------------------------------------------------------------------
+
+
+def test_full_disk_names_the_cache(fields, tmp_path, monkeypatch):
+    fields = fields | {"output_dir": "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}
+    original = validation.check
+
+    def check(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # files of 4 KB
+        original(*args)
+
+    monkeypatch.setattr(validation, "check", check)
+    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path, world=1)
+    assert codes == [2], texts
+    assert digest(tmp_path / "cache") == {}  # nothing partial counts
+    assert str(tmp_path / "cache") in texts[0].rstrip().splitlines()[-1]
 
 
 def _open_on_two_hosts(fields: dict, cache: Path) -> None:
