@@ -40,10 +40,13 @@ class Trackers:
         arguments = (accelerator, cfg, tracker_options(cfg, step))
         self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
-        self.thread.start()
-        on_exit(self.close)
-        if not self.started.wait(TIMEOUT):
-            warn(f"report_to: {self.busy} has not started in {TIMEOUT:g} s; training does not wait for it")
+        terminal = sys.stdin
+        with open(os.devnull) as sys.stdin:  # a tracker that asks for a password would wait forever
+            self.thread.start()
+            on_exit(self.close)
+            if not self.started.wait(TIMEOUT):
+                warn(f"report_to: {self.busy} has not started in {TIMEOUT:g} s; training does not wait for it")
+        sys.stdin = terminal
 
     def add(self, line: dict) -> None:
         """Queue the numbers of a line of metrics.jsonl, under names such as `train/loss`; return at once."""

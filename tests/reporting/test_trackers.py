@@ -105,12 +105,13 @@ def test_end_of_a_run_closes_trackers(tiny, tmp_path):
     assert lines[-1] == {"finished": True}
 
 
-def test_command_line_is_not_uploaded(tmp_path, monkeypatch):
+def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
-    cfg = RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
+    terminal, cfg = sys.stdin, RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
     accelerator = Accelerator(cpu=True, log_with=["good"], project_dir=tmp_path)
     one = trackers.Trackers(accelerator, cfg, 0)
     assert sys.argv == ["train.py"]
+    assert sys.stdin is terminal
     one.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})
     assert one.close()
     assert one.close()  # the end of a process may call it again
