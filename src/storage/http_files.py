@@ -9,6 +9,7 @@ a file without an ETag. Tests: tests/storage/test_http_files.py.
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout
 
 TIMEOUT = (10, 120)  # seconds to wait for the connection, and for the next byte
+TRIES = 3  # attempts, each from the start of the file
 TIMES = ("Last-Modified", "mtime", "LastModified", "last_modified", "updated")  # names in `info` of fsspec
 RECORD = "fetched.json"  # written last: a download without it is incomplete
 
@@ -55,14 +57,18 @@ def _fetch(url: str, field: str, folder: Path) -> dict:
     record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else {}
     if record and is_offline():
         return record
-    try:
-        version = look_up(url, field)
-        return record if record and _is_current(record, version) else _download(url, field, version, folder)
-    except UsageError as error:
-        if not record:
-            raise
-        warn(f"{one_line(error)}: using the version fetched earlier", any_rank=True)
-        return record
+    failure = ""
+    for failures in range(TRIES):
+        time.sleep(failures)
+        try:
+            version = look_up(url, field)
+            return record if record and _is_current(record, version) else _download(url, field, version, folder)
+        except UsageError as error:
+            failure = one_line(error)
+            if failures + 1 == TRIES and not record:
+                raise
+    warn(f"{failure}: using the version fetched earlier", any_rank=True)
+    return record
 
 
 def _is_current(record: dict, version: dict) -> bool:
