@@ -68,7 +68,11 @@ class JsonlWriter:
 
 def read_lines(path: Path) -> list[dict]:
     """Return the JSON objects that have a `step`; skip unreadable lines."""
-    return [line for _, line in lines_from_end(path)][::-1]
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, dict]]:
