@@ -114,10 +114,11 @@ def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
 def _on_host(batch: Batch, out: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Return what a micro-batch adds to the evaluation, in float64 or int64; this waits for the device.
 
-    A value without dimensions is a sum, any other holds one value or vector for each row."""
+    A value without dimensions is a sum, any other holds one value or vector for each row. All are copies: a view of a
+    batch would keep its file of a dataloader worker open, or its memory."""
     dtypes = {name: torch.float64 if value.is_floating_point() else torch.int64 for name, value in out.items()}
     sums = {name: np.asarray(value, np.float64) for name, value in (batch.sums | {"weight": batch.weight}).items()}
-    return {name: value.cpu().to(dtypes[name]).numpy() for name, value in out.items()} | sums
+    return {name: value.cpu().to(dtypes[name], copy=True).numpy() for name, value in out.items()} | sums
 
 
 def _signature(values: dict[str, np.ndarray]) -> str:

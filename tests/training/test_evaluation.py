@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ import eval as evaluation
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import init_accelerator
 from src.tasks import causal_lm
+from src.tasks.base import Batch
+from src.training import evaluation as results
 from src.training import model_with_loss
 from tests.helpers import kit
 
@@ -77,6 +80,14 @@ def test_fewer_examples_than_ranks(trained, files, tmp_path):
     one, three = (kit.run_evaluation(world, tmp_path / f"{world}", *flags) for world in (1, 3))
     assert one == three
     assert one["examples"] == 1
+
+
+def test_results_do_not_keep_the_batches():
+    """Else each batch of a dataloader worker would hold a file open until the end: a process may have 1,024 of them."""
+    label = torch.arange(3)
+    kept = results._on_host(Batch({"label": label}, 3, 3, 3), {"label": label})["label"]
+    assert kept.tolist() == [0, 1, 2]
+    assert not np.shares_memory(kept, label.numpy())
 
 
 def _threads_of_forwards(*argv) -> set[int]:
