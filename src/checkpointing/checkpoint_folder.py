@@ -105,12 +105,14 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step of a checkpoint folder, even if a user renamed it; None for any other folder."""
+    """Return the step of a checkpoint folder, even if a user renamed it; None for any other folder.
+
+    0 if it was renamed and its manifest is damaged: it must be found to be refused."""
     if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
         return None
-    return verify_hashes.read_metadata(checkpoint).get("step") if (checkpoint / "state.json").exists() else None
+    return verify_hashes.read_metadata(checkpoint).get("step", 0) if (checkpoint / "state.json").exists() else None
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:

@@ -80,17 +80,24 @@ def test_fallback_to_the_older_checkpoint_is_bitwise_exact(tiny, straight, inter
         assert (folder / "checkpoints" / "old_step_00000008.old1").is_dir()  # kept
 
 
-def test_all_damaged_ends_all_ranks_with_2_and_changes_nothing(tiny, interrupted, tmp_path):
-    """Also a renamed one: without the name and the state, the manifest knows its step."""
+@pytest.mark.parametrize(
+    "how, file, text",
+    [
+        ("middle bit flipped", "state.json", "state.json: its hash"),
+        ("removed", "manifest.json", "manifest.json is missing"),
+    ],
+)
+def test_all_damaged_ends_all_ranks_with_2_and_changes_nothing(tiny, interrupted, tmp_path, how, file, text):
+    """Also a renamed one, which would else be no checkpoint, and the run begin again from nothing."""
     folder = interrupted()
     DAMAGE["middle bit flipped"](at_step(folder, 4) / "model.safetensors")
-    DAMAGE["middle bit flipped"](at_step(folder, 8).rename(folder / "checkpoints" / "good") / "state.json")
+    DAMAGE[how](at_step(folder, 8).rename(folder / "checkpoints" / "good") / file)
     before = recipe.contents(folder)
     codes, outputs = recipe.command(recipe.flags(tiny), tmp_path, world=2)
     assert codes == [2, 2], outputs
     last = outputs[0].rstrip().splitlines()[-1]
     assert "step_00000004 is damaged and not used: model.safetensors: its hash" in last
-    assert "good is damaged and not used: state.json: its hash" in last
+    assert f"good is damaged and not used: {text}" in last
     assert recipe.contents(folder) == before
 
 
