@@ -51,7 +51,8 @@ class Checkpointer:
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
         # (step, evaluated) of the newest checkpoint, on the main process
-        self.saved = self._now() if start.is_same_run else None
+        here = [path.resolve() for path in checkpoint_folder.list_checkpoints(self.folder)]
+        self.saved = self._now() if start.checkpoint and start.checkpoint.resolve() in here else None
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
         if self.writer.world > 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from src.config.errors import UsageError
+from src.distributed.stop_signals import StopSignals
 from tests.checkpointing import recipe
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, saved
@@ -83,3 +84,16 @@ def test_renamed_or_moved_checkpoint_is_still_of_the_run(tiny, straight, interru
     assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])
     moved = good.rename(run / "best of all")  # out of the folder with the others
     assert recipe.finder(run, tiny, resume=moved)()[0] == moved
+
+
+def test_run_from_a_moved_checkpoint_that_is_stopped_at_once_saves(tiny, straight, interrupted, tmp_path, monkeypatch):
+    """It says that it has saved; the folder has no checkpoint of that step, and the moved one may be gone by then."""
+    run = interrupted()
+    moved = at_step(run, 4).rename(tmp_path / "moved")
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignals, "requests", lambda signals: [0.0, 1.0])
+        codes, texts = recipe.command(recipe.flags(tiny, resume=moved), tmp_path)
+    assert codes == [75], texts
+    assert saved(run) == [4]
+    shutil.rmtree(moved)
+    assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])
