@@ -42,7 +42,10 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
 
 
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for a layer that depends on the number of processes, or a parameter without an optimizer."""
+    """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
+    parameter without an optimizer."""
+    if backend.is_sharded:
+        check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and backend.accelerator.num_processes > 1:
             raise UsageError(

@@ -19,10 +19,16 @@ def make(model=None, **given):
     return make_optimizer(RunConfig(**({"learning_rate": 0.1} | given)), model or torch.nn.Linear(4, 4))
 
 
+class WithState(torch.nn.Identity):
+    def get_extra_state(self):
+        return {"count": 1}
+
+
 @pytest.mark.parametrize(
     "module, text",
     [
         (torch.nn.SyncBatchNorm(2), "1 is a SyncBatchNorm"),
+        (WithState(), r"1\._extra_state"),
         (torch.nn.Linear(2, 2, bias=False), r"1\.weight: trainable, but in no parameter group"),
     ],
 )
