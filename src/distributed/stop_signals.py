@@ -122,7 +122,8 @@ _training: StopSignals | None = None  # what a signal asks to stop; None: nothin
 
 
 def exit_on_signal() -> None:
-    """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save.
+    """Make a signal, or the end of the launcher, end this process at once with exit code 75, until StopSignals exists:
+    there is nothing to save.
 
     A thread does it, because no handler of Python runs while this process waits for other ranks."""
     global _training
@@ -145,6 +146,8 @@ def _listen(inbox: socket.socket, outbox: socket.socket) -> NoReturn:
         if _training:
             with suppress(OSError):  # a network disk may fail for a moment: try again
                 _training.poll()
+        elif _has_launcher() and os.getppid() != src.LAUNCHER_PID:  # and the store by which its ranks would meet
+            _exit(EXIT_STOPPED, "Stopped before training began: the launcher has ended.")
 
 
 def _exit_early(number: signal.Signals) -> NoReturn:

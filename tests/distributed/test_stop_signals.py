@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import src
 import train
 from src.checkpointing import checkpoint_folder, resume
 from src.config.errors import Stopped
@@ -189,6 +190,19 @@ def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
     alone.signal(signal.SIGTERM)
     assert alone.wait(60) == [75], alone.text()
     assert "Stopped by SIGTERM before training began" in alone.text()
+
+
+def test_launcher_that_ends_while_data_is_prepared(tiny, tmp_path, monkeypatch):
+    """Its ranks would then wait for its store, for `ddp_timeout` seconds or longer."""
+
+    def prepare(*_):
+        src.LAUNCHER_PID = -1
+        time.sleep(60)
+
+    monkeypatch.setattr(train.dataset, "prepare_datasets", prepare)
+    rank = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, env={"TORCHELASTIC_RUN_ID": "none"})
+    assert rank.wait(30) == [75], rank.text()
+    assert "Stopped before training began: the launcher has ended" in rank.text()
 
 
 def test_files_save_and_stop(tiny, tmp_path):
