@@ -130,11 +130,12 @@ def _is_elastic_restart(output_dir: Path) -> bool:
 
 
 def belongs(checkpoint: Path, output_dir: Path) -> bool:
-    """Return True if the run in `output_dir` saved this checkpoint, even if it was moved since."""
-    run_id = jsonl.read_json(checkpoint / "state.json").get("run_id")
-    return run_id is not None and run_id in [
-        jsonl.read_json(path / "state.json").get("run_id") for path in list_checkpoints(output_dir)
-    ]
+    """Return True if the run in `output_dir` saved this checkpoint, even if it was moved, or lies there without a
+    readable id."""
+    own, run_id = list_checkpoints(output_dir), jsonl.read_json(checkpoint / "state.json").get("run_id")
+    return checkpoint.resolve() in map(Path.resolve, own) or (
+        run_id is not None and run_id in [jsonl.read_json(path / "state.json").get("run_id") for path in own]
+    )
 
 
 def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:

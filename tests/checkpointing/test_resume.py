@@ -101,6 +101,17 @@ def test_all_damaged_ends_all_ranks_with_2_and_changes_nothing(tiny, interrupted
     assert recipe.contents(folder) == before
 
 
+def test_damaged_checkpoint_that_is_asked_for_is_named(tiny, interrupted):
+    """Without its id it is still of the run in whose folder it is."""
+    folder = interrupted()
+    DAMAGE["last byte cut off"](at_step(folder, 8) / "state.json")
+    with pytest.raises(UsageError, match=r"no checkpoint is intact: .*step_00000008 is damaged and .*: state.json"):
+        recipe.finder(folder, tiny, resume=at_step(folder, 8))()
+    shutil.rmtree(at_step(folder, 4))
+    with pytest.raises(UsageError, match=r"no checkpoint is intact: .*step_00000008 is damaged and .*: state.json"):
+        recipe.finder(folder, tiny, resume=folder)()
+
+
 # ---- a new run from old weights ----------------------------------------------------------------------------------------
 
 
