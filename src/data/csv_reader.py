@@ -7,7 +7,6 @@ columns; pyarrow takes all rows after an open quote as one cell. Tests: tests/da
 import csv
 import io
 from collections.abc import Iterator
-from itertools import islice
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 
 from src.config.errors import UsageError, one_line
 
-ROWS = 20_000  # rows of a table; those of the first one decide the types of the columns
+ROWS, CHARACTERS = 200_000, 16 << 20  # at most in a table; those of the first one decide the types of the columns
 LONGEST_CELL = 1 << 30  # characters
 BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # 1 is a number
 
@@ -54,20 +53,33 @@ def _read_csv(binary: BinaryIO, file: str, delimiter: str, types: dict) -> Itera
             names = next(filter(None, reader), [])  # without blank lines
             if repeated := {name for name in names if names.count(name) > 1}:
                 raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
-            while rows := [_checked(row, names, reader) for row in islice(filter(None, reader), ROWS)]:
+            for rows in _blocks(reader, len(names)):
                 cells = {name: pa.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
                 cells = {name: pc.if_else(pc.is_in(column, no_value), None, column) for name, column in cells.items()}
                 for name, column in cells.items():
                     types.setdefault(name, _type_of(column.drop_null()))
                 yield pa.table({name: _convert(column, types[name]) for name, column in cells.items()})
-        except (pa.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
-            raise UsageError(f"{file}, line {reader.line_num}: {one_line(error)}") from error
+        except pa.ArrowInvalid as error:  # somewhere in these rows
+            raise UsageError(f"{file}: {one_line(error)}") from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            # The lines before the bytes that were decoded last have all been read.
+            more = 1 + error.object[: error.start].count(b"\n") if isinstance(error, UnicodeDecodeError) else 0
+            raise UsageError(f"{file}, line {reader.line_num + more}: {one_line(error)}") from error
 
 
-def _checked(row: list[str], names: list[str], reader) -> list[str]:
-    if len(row) != len(names):
-        raise csv.Error(f"expected {len(names)} columns, got {len(row)}")
-    return row
+def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str]]]:
+    """Yield the rows, without blank lines, in lists that memory can hold: documents may be long."""
+    rows, size = [], 0
+    for row in filter(None, reader):
+        if len(row) != columns:
+            raise csv.Error(f"expected {columns} columns, got {len(row)}")
+        rows.append(row)
+        size += sum(map(len, row)) + columns
+        if len(rows) == ROWS or size >= CHARACTERS:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
 
 
 def _type_of(cells: pa.Array) -> pa.DataType:
@@ -84,6 +96,8 @@ def _convert(cells: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the cells as values of this type. Raise ArrowInvalid, with the cell, for one that is no such value."""
     if kind == pa.string():
         return cells
-    if kind == pa.bool_() and len(others := cells.drop_null().filter(pc.invert(pc.is_in(cells.drop_null(), BOOLS)))):
-        raise pa.ArrowInvalid(f"invalid value '{others[0]}' in a column of bools")
+    known = cells.drop_null()  # a cast would make True of 1, and 31 of 0x1F
+    is_bool, has_x = pc.is_in(known, BOOLS), pc.match_substring(known, "x", ignore_case=True)
+    if len(others := known.filter(pc.invert(is_bool) if kind == pa.bool_() else has_x)):
+        raise pa.ArrowInvalid(f"invalid value '{others[0]}' in a column of {kind}")
     return pc.utf8_trim_whitespace(cells).cast(kind)

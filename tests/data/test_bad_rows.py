@@ -9,6 +9,7 @@ import pytest
 
 from src.config.addons import run_config
 from src.config.errors import UsageError
+from src.data import csv_reader
 from src.data.prepared_split import data_notes
 from src.data.raw_rows import load_raw_rows, replace_readers
 from src.data.sources import find_sources
@@ -41,6 +42,10 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
     "open quote": ({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv, line 4: unexpected end of data"),
     "column twice": ({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
     "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
+    "invalid UTF-8 in csv": (
+        {"a.csv": "text\n" + "ab\n" * 5000 + "caf\udce9\n" + "ab\n" * 5000},
+        "a.csv, line 5002: 'utf-8' codec",
+    ),
     # ---- other formats
     "invalid UTF-8 in jsonl": (
         {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
@@ -66,7 +71,7 @@ FOLDER = ("trailing comma", "column twice", "another type in a late row")
 def write(folder: Path, files: dict) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
     return [folder / name for name in files]
 
 
@@ -155,8 +160,20 @@ def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
     assert cells == [["x", "007"], ["TRUE"]]
 
     write(tmp_path / "data", {"train-0.csv": "text,n\nab,true\n", "train-1.csv": "text,n\ncd,2\n"})
-    with pytest.raises(UsageError, match=r"train-1.csv, line 2: invalid value '2'"):
+    with pytest.raises(UsageError, match=r"train-1.csv: invalid value '2'"):
         raw_rows(tmp_path, **data)
+
+
+@pytest.mark.parametrize("limit", ["ROWS", "CHARACTERS"])
+def test_csv_types_are_those_of_the_first_rows(tmp_path, monkeypatch, limit):
+    """Long documents and many rows are read in parts; a cast would make 31 of 0x1F."""
+    monkeypatch.setattr(csv_reader, limit, 2)
+    for late in ("0x1F", "1.5"):
+        [file] = write(tmp_path, {f"{late}.csv": f"n\n1\n2\n3\n{late}\n4\n5\n"})
+        with pytest.raises(UsageError, match=f"{late}.csv: .*'{late}'"):
+            raw_rows(tmp_path, train_file=[str(file)])
+    [file] = write(tmp_path, {"text.csv": "n\nx\n2\n3\n0x1F\n4\n"})
+    assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == ["x", "2", "3", "0x1F", "4"]
 
 
 def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
