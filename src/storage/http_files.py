@@ -55,7 +55,9 @@ def _fetch(url: str, field: str, folder: Path) -> dict:
     record = jsonl.read_json(folder / RECORD)
     copy = folder / record.get("file", "")
     record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else {}
-    if record and is_offline():
+    if is_offline() and not record:
+        raise UsageError(f"{field}: {url}: not fetched: HF_HUB_OFFLINE is set")
+    if is_offline():
         return record
     failure = ""
     for failures in range(TRIES):

@@ -67,6 +67,17 @@ def test_changed_file_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
 HTML = {"Content-Type": "text/html; charset=utf-8"}
 
 
+def test_offline_no_server_is_asked(hub, fetch, monkeypatch):
+    url = serve(hub, "known", b"rows")
+    fetch(url)
+    monkeypatch.setattr(http_files, "is_offline", lambda: True)
+    before = len(hub.requests)
+    assert fetch(url) == b"rows"
+    with pytest.raises(UsageError, match="new: not fetched: HF_HUB_OFFLINE is set"):
+        fetch(serve(hub, "new", b"rows"))
+    assert len(hub.requests) == before
+
+
 def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
     """Rows that are called a web page are rows."""
     url = serve(hub, "unknown", b"one")
