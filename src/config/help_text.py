@@ -35,6 +35,7 @@ PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "tru
 def show_help(argv: list[str]) -> None:
     """Print the help of the task of --task, or of the run file of --config, and exit."""
     # src/__init__.py calls this, so no import here takes long.
+    from src.config.errors import UsageError
     from src.config.paths import SCHEMA_FILE, read_yaml
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -42,7 +43,10 @@ def show_help(argv: list[str]) -> None:
         parser.add_argument(f"--{name}", nargs="?")
     given, _ = parser.parse_known_args(argv[1:])
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    in_file = read_yaml(given.config).get("task") if given.config else None
+    try:
+        in_file = read_yaml(given.config).get("task") if given.config else None
+    except UsageError as error:
+        parser.exit(2, f"error: {error}\n")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
     task = given.task or in_file or schema["properties"]["task"]["default"]
     print(format_help(schema, task, Path(argv[0]).name, everything=given.help == "all"))
