@@ -204,7 +204,8 @@ def _root_cause(error: BaseException) -> BaseException:
 def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
     """Return the message for `files` (of a folder: all) that `datasets` could not read: file, line if known, reason."""
     cause, files = _root_cause(error), files or source.files
-    text = f"{source.field}: {source.display_names(files) or source.name} could not be read: {one_line(cause, 400)}"
+    what = f"{source.field}: {source.display_names(files) or source.name} could not be read, or has no rows"
+    text = f"{what}: {one_line(cause, 400)}"
     text = str(cause) if isinstance(cause, UsageError) else next(filter(None, map(json_error, files)), text)
     for file in files:
         text = text.replace(file, source.display_names([file]))

@@ -61,7 +61,7 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
         "a.jsonl, |b.jsonl: |text|int64",
     ),
     "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
-    "only a header": ({"a.csv": "text\n"}, "a.csv could not be read"),
+    "only a header": ({"a.csv": "text\n"}, "a.csv could not be read, or has no rows"),
     "no byte": ({"a.jsonl": lines(ROW), "b.jsonl": ""}, "b.jsonl is empty"),
 }
 CARD = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
