@@ -91,7 +91,7 @@ def mixture_errors(mixture: dict | None) -> Iterator[str]:
 
 
 def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
-    """Yield the errors of a training: model, data, micro-batch, optimizer."""
+    """Yield the errors of a training: model, data, micro-batch, profile, optimizer."""
     if cfg.model_name_or_path and cfg.model_config:
         yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
     if getattr(options, "needs_model", False) and not cfg.model_name_or_path and not cfg.model_config:
@@ -101,6 +101,8 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
     size = cfg.per_device_batch_size
     if size != "auto" and size > cfg.global_batch_size:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
+    if (steps := cfg.profile_steps) and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"
     yield from optimizer_errors(cfg)
 
 

@@ -151,6 +151,8 @@ def test_list_that_is_given_twice_is_warned_about(here, capsys):
         ({"model_config": None}, ["no model: give --model_name_or_path"]),
         ({"dataset_name": "stdlib_code"}, ["dataset_name and train_file are both given"]),
         ({"dataset_revision": "v1"}, ["dataset_revision is given without dataset_name"]),
+        ({"profile_steps": [5]}, ["profile_steps is [5]"]),
+        ({"profile_steps": [13, 10]}, ["profile_steps is [13, 10]"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a writable folder"]),
         ({"cache_dir": "s3://bucket/run"}, ["cache_dir: s3", "is a URL"]),
     ],
