@@ -66,7 +66,7 @@ def _fetch(url: str, field: str, folder: Path) -> dict:
             version = look_up(url, field)
             return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except UsageError as error:
-            failure = one_line(error)
+            failure = str(error)
             if failures + 1 == TRIES and not record:
                 raise
     warn(f"{failure}: using the version fetched earlier", any_rank=True)
