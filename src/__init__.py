@@ -58,7 +58,7 @@ if _program in ("train.py", "eval.py", "find_lr.py"):
     # Until src/distributed/stop_signals.py takes over.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, _stop)
-if _program in ("train.py", "eval.py") and {"-h", "--help"} & set(sys.argv):
+if _program in ("train.py", "eval.py") and {"-h", "--help", "--help=all"} & set(sys.argv):
     from src.config.help_text import show_help
 
     show_help(sys.argv)

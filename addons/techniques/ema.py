@@ -28,7 +28,7 @@ class EMA(Technique):
     def begin(self) -> None:
         self.trained = TrainedTensors(self.run)
         self.weights = self.trained.copy()
-        self.updates = torch.zeros((), dtype=self.run.backend.buffers.wide, device=self.trained.device)
+        self.updates = torch.zeros((), dtype=torch.float64, device=self.trained.device)
 
     @torch.no_grad()
     def after_update(self, skipped: torch.Tensor) -> None:

@@ -29,7 +29,6 @@ class StepBuffers:
     def __init__(self, module: torch.nn.Module, device: torch.device, all_ranks: bool):
         """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
         self.module, self.device, self.all_ranks = module, device, all_ranks
-        self.wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         names = [name.rpartition(".") for name, b in persistent_buffers(module).items() if not b.is_complex()]
         owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
@@ -100,8 +99,8 @@ class StepBuffers:
         return [torch.cat(list(group)) for _, group in groupby(flat, key=lambda value: value.dtype)]
 
     def _widen(self, values: list[torch.Tensor]) -> torch.Tensor:
-        empty = torch.zeros(0, dtype=self.wide, device=self.device)
-        return torch.cat([empty, *(value.to(self.wide) for value in values)])
+        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.cat([empty, *(value.to(torch.float64) for value in values)])
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:

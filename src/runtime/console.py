@@ -102,7 +102,7 @@ class Console:
         if line["kind"] == "train":
             rate = "none" if line["learning_rate"] is None else f"{line['learning_rate']:.1e}"
             seconds_per_step = (time.monotonic() - self.start) / max(1, step - self.first_step)
-            eta = timedelta(seconds=round(seconds_per_step * (self.total - step)))
+            eta = timedelta(seconds=min(round(seconds_per_step * (self.total - step)), 10**13))  # near its limit
             speed = f"{line['tokens_per_second']:,.0f} {self.unit}/s" + (
                 f" mfu {line['mfu']:.1%}" if "mfu" in line else ""
             )

@@ -143,8 +143,8 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     text = f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}"
     if is_out_of_memory(error):
         text += (
-            "\nThis rank ran out of memory: give half the --per_device_batch_size (the global batch stays the same; in an evaluation, "
-            "--per_device_eval_batch_size), or --gradient_checkpointing true, and resume by the same command"
+            "\nThis rank ran out of memory: give half the --per_device_batch_size (the global batch stays the same; in an "
+            "evaluation, --per_device_eval_batch_size), or --gradient_checkpointing true, and resume by the same command"
         )
     return EXIT_FAILED, text
 

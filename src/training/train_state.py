@@ -191,8 +191,8 @@ class Intervals:
         if not self.outcome()["stopped_early"]:
             return ""
         state, reached = self.state, f"step {self.state.step:,} of {self.num_steps:,}"
-        why = f"{state.best_metric} has not improved for {state.evals_without_improvement} evaluations"
-        return f"stopped early at {reached}: {why} (early_stopping_patience)"
+        why = f"evaluations in a row without a better {state.best_metric}: {state.evals_without_improvement}"
+        return f"stopped early at {reached} ({why}; early_stopping_patience)"
 
 
 @dataclass(eq=False)

@@ -107,7 +107,7 @@ def test_early_stop_is_reported(tiny, tmp_path):
     status = run_status.read_status(run.folder)
     expected = {"stopped_early": True, "best_step": 3, "step": 6, "status": "complete"}
     assert {name: status[name] for name in expected} == expected
-    assert "stopped early at step 6 of 10: loss has not improved for 1 evaluation" in printed(run)
+    assert "stopped early at step 6 of 10 (evaluations in a row without a better loss: 1; " in printed(run)
 
 
 def test_metric_that_no_evaluation_has(tiny, tmp_path):

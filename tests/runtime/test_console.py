@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+from src.runtime import console
 from tests.helpers import kit
 from tests.helpers.backend_runs import recipe
 
@@ -25,3 +26,11 @@ def test_lines_in_a_file(files, tmp_path):
     text = re.sub(r"\[.*real_accelerator.py.*\n", "", text)  # DeepSpeed, if it is installed: accelerate imports it
     ours = (f"{TIME} ", "  [a-z]", "train$", "eval$", "run  ", "model  ", "1 checkpoint", "$")
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
+
+
+def test_a_run_without_end_has_a_last_day(capsys):
+    """`max_steps: 10**12` with `time_limit`, say: Python's timedelta holds no longer time than 2.7 million years."""
+    shown = console.Console(10**12, "tokens", 0)
+    shown.start -= 10_000
+    shown.line({"kind": "train", "step": 10, "loss": 1.0, "learning_rate": 1e-3, "tokens_per_second": 3.0})
+    assert "ETA 115740740 days" in capsys.readouterr().out
