@@ -166,9 +166,8 @@ def _expand(pattern: str, field: str) -> list[str]:
     files = [os.path.abspath(file) for file in files if "**" not in pattern or not os.path.isdir(file)]
     if not files:
         raise UsageError(f"{field}: {pattern}: no such file")
-    for file in files:
-        if os.path.getsize(_require_readable(file, field)) == 0:
-            raise UsageError(f"{field}: {file} is empty: remove it")
+    if empty := [file for file in files if os.path.getsize(_require_readable(file, field)) == 0]:
+        raise UsageError(f"{field}: {', '.join(empty[:5])} is empty ({len(empty)} of {len(files)} files): remove it")
     return files
 
 

@@ -66,8 +66,9 @@ class StepLosses(NamedTuple):
             losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
             for name, value in out.items():
                 if name != "loss" and not micro.dummy:
-                    sums[name] = sums.get(name, 0.0) + value.detach().double()
-        return cls(torch.stack(losses), sums)
+                    value = value.detach().double()
+                    sums[name] = sums[name] + value if name in sums else value
+        return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)  # a view takes no kernel
 
 
 # ---- many steps --------------------------------------------------------------------------------------------------------
