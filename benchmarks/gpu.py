@@ -1,21 +1,23 @@
 """Benchmark on one GPU: train.py against a plain compiled loop and the Trainer of transformers. See README.md.
 
-python benchmarks/gpu.py [CASE …] [--programs ours plain trainer] [--tiny]   (make bench-gpu CASES="124m 1b")
+python benchmarks/gpu.py [CASE …] [--programs ours plain trainer] [--in_turns] [--tiny]   (make bench-gpu CASES="124m 1b")
 
 Each program (gpu_programs.py) trains the model of a case (gpu_cases.py) on the same rows in a process of its own, one
-after the other, and prints the time of every fifth step. The cases cpu_… are measured on a CPU, in float32, in rounds of
-all programs. `--tiny` runs the same code with small models, also on a CPU, to see that it works; its figures say nothing.
+after the other. With `--in_turns`, all programs of all cases start and warm up at once, then each trains five steps in
+turn while the others wait: less time, and the same noise for all, but the device must hold all of them, and their
+starts say nothing. The cases cpu_… are measured on a CPU, in float32, in turns. `--tiny` runs the same code with small
+models, also on a CPU, to see that it works; its figures say nothing.
 """
 
 import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from operator import itemgetter
 from pathlib import Path
 
 from gpu_cases import CASES, Case, tiny
@@ -24,22 +26,61 @@ from gpu_programs import EVERY, PROGRAMS, write_inputs
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}  # dense bf16 FLOP/s, of NVIDIA's data sheets
 
 
-def measure(program: str, case: Case, folder: Path, name: str, small: bool) -> dict:
-    """Run a program in a process of its own; return seconds per step, seconds to its fifth step, and its peak memory."""
-    command = [sys.executable, __file__, name, "--inner", program, "--folder", str(folder), *(["--tiny"] * small)]
-    precision = "no" if case.on_cpu else "bf16"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": precision} | case.environment
-    if small or case.on_cpu:
-        environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    began = time.time()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    (folder / f"{program}.log").write_text(done.stdout + done.stderr)
-    if done.returncode:
-        return {"error": (done.stdout + done.stderr).strip().splitlines()[-1][:200]}
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    times = {int(step): seconds for step, seconds in result["times"].items()}
-    seconds = (times[case.steps] - times[case.warmup]) / (case.steps - case.warmup)
-    return {"seconds": seconds, "start": times[EVERY] - began, "peak_gib": result["peak_gib"]}
+class Program:
+    """A program that trains a case: started, and trained further by `go`."""
+
+    def __init__(self, program: str, name: str, case: Case, folder: Path, small: bool):
+        self.program, self.name, self.case, self.folder = program, name, case, folder
+        self.times: list[float] = []  # seconds of every five steps after the warm-up
+        self.start, self.peak_gib, self.began = 0.0, None, time.time()
+        precision = "no" if case.on_cpu else "bf16"
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": precision} | case.environment
+        if small or case.on_cpu:
+            environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, __file__, name, "--inner", program, "--folder", str(folder), *(["--tiny"] * small)]
+        self.log = folder / f"{program}.log"
+        with self.log.open("w") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            self.process = subprocess.Popen(command, env=environment, **pipes)
+
+    def wait(self) -> bool:
+        """Wait until the program waits for its turn; return False if it has no steps left or has failed."""
+        for line in self.process.stdout:
+            done = json.loads(line)
+            self.peak_gib = done["peak_gib"]
+            if not self.start:
+                self.start = done["time"] - self.began
+            if done["step"] > self.case.warmup:
+                self.times.append(done["seconds"])
+            print(f"{self.name} {self.program} {line.strip()}", flush=True)
+            if done["step"] >= self.case.warmup:
+                return done["step"] < self.case.steps
+        return False
+
+    def train(self) -> bool:
+        """Train five steps; return False if no steps are left."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self.wait()
+
+    def result(self) -> dict:
+        """Return seconds per step, tokens and FLOP per second, seconds to the fifth step, and the peak of memory."""
+        if self.process.wait() or not self.times:
+            return {"error": (self.log.read_text().strip().splitlines() or [""])[-1][:200]}
+        mean = statistics.mean if self.case.ragged else statistics.median
+        seconds = mean(self.times) / EVERY
+        tokens = tokens_per_step(self.folder, self.case)
+        values = {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": self.peak_gib}
+        return values | {"flops": tokens * flops_per_token(self.case), "start": self.start, "times": self.times}
+
+
+def train_in_turns(programs: list[Program]) -> None:
+    """Warm all programs up at once, then train five steps of each in turn; let them end when all have finished."""
+    training = [program for program in programs if program.wait()]
+    while training:
+        training = [program for program in training if program.train()]
+    for program in programs:
+        program.process.stdin.close()
 
 
 def tokens_per_step(folder: Path, case: Case) -> float:
@@ -107,6 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all for a GPU but ragged_…)")
     parser.add_argument("--programs", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument(
+        "--in_turns", action="store_true", help="hold all programs in memory; five steps of each in turn"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models, also on a CPU, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the table, results.json and the programs' logs")
     parser.add_argument("--inner", choices=list(PROGRAMS), help=argparse.SUPPRESS)
@@ -120,24 +164,25 @@ def main() -> None:
         [case] = cases.values()
         return PROGRAMS[options.inner](case, options.folder)
     results: dict[str, dict[str, dict]] = {}
-    for name, case in cases.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_inputs(case, folder)
-            programs, rounds = [program for program in case.programs if program in options.programs], {}
-            for program in programs * case.rounds:
-                rounds.setdefault(program, []).append(measure(program, case, folder, name, options.tiny))
-            for program, each in rounds.items():
-                failed = [result for result in each if "error" in result]
-                result = failed[0] if failed else sorted(each, key=itemgetter("seconds"))[len(each) // 2]
-                if "error" not in result:
-                    tokens = tokens_per_step(folder, case)
-                    result |= {"tokens_per_second": tokens / result["seconds"], "flops": tokens * flops_per_token(case)}
-                results.setdefault(name, {})[program] = result
-                print(f"{name} {program}: {result}", flush=True)
-                if options.out:
-                    (options.out / name).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(folder / f"{program}.log", options.out / name)
+    with tempfile.TemporaryDirectory() as temporary:
+        groups = [[name] for name in names] if not options.in_turns else [names]
+        for group in groups:
+            programs = []
+            for name in group:
+                folder = Path(temporary, name)
+                write_inputs(cases[name], folder)
+                programs += [(program, name, cases[name], folder) for program in cases[name].programs]
+            programs = [values for values in programs if values[0] in options.programs]
+            together = options.in_turns or all(case.on_cpu for _, _, case, _ in programs)
+            for some in [programs] if together else [[values] for values in programs]:
+                started = [Program(*values, options.tiny) for values in some]
+                train_in_turns(started)
+                for program in started:
+                    results.setdefault(program.name, {})[program.program] = result = program.result()
+                    print(f"{program.name} {program.program}: {result}", flush=True)
+                    if options.out:
+                        (options.out / program.name).mkdir(parents=True, exist_ok=True)
+                        shutil.copy(program.log, options.out / program.name)
     text = table(results)
     print(text)
     if options.out:

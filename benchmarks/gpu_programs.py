@@ -13,11 +13,12 @@ EVERY = 5  # steps between two times
 
 
 def write_inputs(case: Case, folder: Path) -> None:
-    """Write `rows.parquet` (token ids, Zipf distributed) and `model.json` into `folder`."""
+    """Write `rows.parquet` (token ids, Zipf distributed) and `model.json` into `folder`; for LoRA a model to start from."""
     import numpy as np
     import pyarrow
     from pyarrow import parquet
 
+    folder.mkdir()
     rng, count = np.random.default_rng(0), 4096
     lengths = [case.longest] * count
     if case.ragged:  # log-normal, mean 367 of 2,048 tokens: the shape of answers and short documents
@@ -25,24 +26,34 @@ def write_inputs(case: Case, folder: Path) -> None:
     rows = [(rng.zipf(1.2, length) % case.model["vocab_size"]).astype("int32") for length in lengths]
     parquet.write_table(pyarrow.table({"input_ids": rows}), folder / "rows.parquet")
     (folder / "model.json").write_text(json.dumps(case.model | {"max_position_embeddings": case.longest}))
+    if case.lora:
+        random_model(folder, "bfloat16").save_pretrained(folder / "model")
 
 
-def build_model(case: Case, folder: Path):
-    """Return the model of the plain loop and the Trainer, on the device, with LoRA if the case has it."""
+def random_model(folder: Path, dtype: str):
+    """Return the model of `model.json` with random weights, made on the device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**json.loads((folder / "model.json").read_text()))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        dtype = torch.bfloat16 if case.lora else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def build_model(case: Case, folder: Path):
+    """Return the model of the plain loop and the Trainer, on the device, with LoRA if the case has it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="bfloat16", device_map=device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model
+        return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return random_model(folder, "float32")
 
 
 def pad(rows: list[dict], mask_needed: bool) -> dict:
@@ -58,25 +69,30 @@ def pad(rows: list[dict], mask_needed: bool) -> dict:
 
 
 class Clock:
-    """Prints the time of every fifth step, after the device has finished it, and at the end the peak of memory."""
+    """Writes a line to the standard output after every five steps that the device has finished: `step`, `seconds` of
+    them, `time`, and the peak of memory. After the warm-up it then waits for a line on the standard input, its turn."""
 
-    def __init__(self):
+    def __init__(self, case: Case):
         import torch
 
         self.cuda = torch.cuda if torch.cuda.is_available() else None
-        self.times: dict[int, float] = {}
-        self.peak = 0.0
+        self.case, self.peak, self.began = case, 0.0, time.time()
+        self.turns, self.lines = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)  # what the program prints goes to its log
 
     def step_done(self, step: int) -> None:
-        if step % EVERY == 0:
-            if self.cuda:
-                self.cuda.synchronize()
-                # Read here, because each train line of train.py resets it.
-                self.peak = max(self.peak, self.cuda.max_memory_allocated() / 2**30)
-            self.times[step] = time.time()
-
-    def report(self) -> None:
-        print(json.dumps({"times": self.times, "peak_gib": self.peak or None}))
+        if step % EVERY:
+            return
+        if self.cuda:
+            self.cuda.synchronize()
+            # Read here, because each train line of train.py resets it.
+            self.peak = max(self.peak, self.cuda.max_memory_allocated() / 2**30)
+        line = {"step": step, "seconds": time.time() - self.began, "time": time.time(), "peak_gib": self.peak or None}
+        print(json.dumps(line), file=self.lines, flush=True)
+        if step >= self.case.warmup:
+            self.turns.readline()
+        self.began = time.time()
 
 
 # ---- the three programs ------------------------------------------------------------------------------------------------
@@ -100,7 +116,7 @@ def train_plain(case: Case, folder: Path) -> None:
     model = build_model(case, folder).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     compiled = torch.compile(model) if case.compile else model
-    clock, accumulate = Clock(), case.global_batch // case.micro_batch
+    clock, accumulate = Clock(case), case.global_batch // case.micro_batch
     micro_batches = (batch for _ in range(1000) for batch in loader)
     for step in range(1, case.steps + 1):
         for _ in range(accumulate):
@@ -112,7 +128,6 @@ def train_plain(case: Case, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.step_done(step)
-    clock.report()
 
 
 def train_trainer(case: Case, folder: Path) -> None:
@@ -120,7 +135,7 @@ def train_trainer(case: Case, folder: Path) -> None:
     from datasets import load_dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    clock = Clock()
+    clock = Clock(case)
 
     class Times(TrainerCallback):
         def on_step_end(self, args, state, control, **others):
@@ -149,7 +164,6 @@ def train_trainer(case: Case, folder: Path) -> None:
         data_collator=lambda rows: pad(rows, case.ragged),
         callbacks=[Times()],
     ).train()
-    clock.report()
 
 
 def train_ours(case: Case, folder: Path) -> None:
@@ -158,7 +172,7 @@ def train_ours(case: Case, folder: Path) -> None:
     sys.path.insert(0, str(REPOSITORY))
     import train
 
-    clock = Clock()
+    clock = Clock(case)
 
     class Timed(train.RunLogger):
         def add_step(self, *values):
@@ -167,12 +181,10 @@ def train_ours(case: Case, folder: Path) -> None:
 
     train.RunLogger = Timed
     train.main([str(word) for name, value in ours_flags(case, folder).items() for word in (f"--{name}", value)])
-    clock.report()
 
 
 def ours_flags(case: Case, folder: Path) -> dict:
     flags = {
-        "model_config": folder / "model.json",
         "train_file": folder / "rows.parquet",
         "output_dir": folder / "ours",
         "cache_dir": folder / "cache",
@@ -189,6 +201,7 @@ def ours_flags(case: Case, folder: Path) -> dict:
     if case.lora:
         adapter = {"type": "lora", "r": 16, "target": "all-linear"}
         flags |= {"peft": json.dumps(adapter), "dtype": "bfloat16", "gradient_checkpointing": "true"}
+    flags |= {"model_name_or_path": folder / "model"} if case.lora else {"model_config": folder / "model.json"}
     return flags | case.flags
 
 
