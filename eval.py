@@ -68,7 +68,7 @@ def same_weights(accelerator, name: str | None) -> None:
 def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json."""
     accelerator = backend.accelerator
-    choose_kernels(cfg, task, accelerator.device)
+    choose_kernels(cfg, task, split, accelerator.device)
     module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, None), task))
     values = strict_json({"kind": "eval", "step": step} | evaluate(backend, module, task, split, cfg))
     if accelerator.is_main_process:

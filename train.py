@@ -54,7 +54,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
     start = resume.find_start(cfg, backend, task, datasets)
-    model = model_with_loss.build_model(cfg, backend, task, start.weights, techniques.change_model)
+    model = model_with_loss.build_model(cfg, backend, task, train_set, start.weights, techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
     module, optimizer = backend.prepare(model, optimizer)  # accelerator.prepare: call `module`, save `model`
     size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)

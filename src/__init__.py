@@ -35,9 +35,11 @@ if _problem:
     sys.exit(2)
 
 
-# Rows of many lengths leave gaps in the memory of a GPU, which expandable segments fill. torch reads it when it is imported.
+# Rows of many lengths leave gaps in the memory of a GPU, which expandable segments fill. Pinned host memory, which saves
+# copy to, is allocated by several threads, so that kernels do not wait for it. torch reads this when it is imported.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _settings = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", _settings)
 
 _command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
 _program = os.path.basename(sys.argv[0])

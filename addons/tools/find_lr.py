@@ -104,7 +104,7 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, backend: backends.Backend) -> Result:
     """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
     techniques = make_techniques(cfg)
-    model = build_model(cfg, backend, task, init_weights(cfg, task), techniques.change_model)
+    model = build_model(cfg, backend, task, train_set, init_weights(cfg, task), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
     module, optimizer = backend.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])

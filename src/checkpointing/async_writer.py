@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,37 @@ class BackgroundWriter:
 
 
 class HostCopy:
-    """Host memory for one copy of the training state: allocated by the first copy, reused by the next ones."""
+    """Host memory for one copy of the training state: allocated by `reserve` or the first copy, reused by the next ones."""
 
     def __init__(self, rank: int = 0, world: int = 1):
         """Copies of one of the `world` ranks that write a checkpoint together hold only what this rank writes."""
         self.rank, self.world = rank, world
         self.memory: dict[tuple[str, str], torch.Tensor] = {}
+        self.reserving: threading.Thread | None = None
+
+    def reserve(self, tensors: dict[str, dict[str, Any]]) -> None:
+        """Allocate the memory of `take` for tensors on a GPU in the background: pinning takes 0.14 s a GB."""
+        rank_of = assign_tensors_to_ranks(tensors, self.world)
+        keys: dict[int, tuple[str, str]] = {}  # tied weights share one copy
+        for key in rank_of:
+            keys.setdefault(id(tensors[key[0]][key[1]]), key)
+        mine = {key: tensors[key[0]][key[1]] for key in keys.values() if rank_of[key] == self.rank}
+        shapes = [(key, x.shape, x.dtype) for key, x in mine.items() if isinstance(x, torch.Tensor) and x.is_cuda]
+
+        def allocate() -> None:
+            with suppress(RuntimeError):  # `take` tries again
+                for key, shape, dtype in shapes:
+                    self.memory[key] = torch.empty(shape, dtype=dtype, pin_memory=True)
+
+        self.reserving = threading.Thread(target=allocate, daemon=True)
+        self.reserving.start()
 
     def take(self, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensors]:
         """Return copies of this rank's tensors in host memory; tied weights share one copy. Waits for the device.
 
         Sharded tensors are gathered one at a time (a collective)."""
+        if self.reserving:
+            self.reserving.join()
         rank_of = assign_tensors_to_ranks(tensors, self.world)
         copies: dict[str, Tensors] = {part: {} for part in tensors}
         copied: dict[int, torch.Tensor | None] = {}  # id of a tensor -> copy, or None if another rank writes it

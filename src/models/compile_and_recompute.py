@@ -13,8 +13,11 @@ from src.config.schema import RunConfig
 from src.runtime import private_apis
 
 
-def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig) -> torch.nn.Module:
-    """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change."""
+def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, few_shapes: bool = False) -> torch.nn.Module:
+    """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change.
+
+    `few_shapes`: micro-batches differ only in their number of rows, at the end of an epoch. Each shape is then compiled
+    for itself; otherwise torch would compile the second one for any shape, and use these slower kernels from then on."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
@@ -22,7 +25,8 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig) -> torch.nn.Mo
         model.activation_checkpointing_enable({"use_reentrant": False})
     if cfg.compile:
         for layer in repeated_layers(model):
-            layer.compile()  # in place: torch.compile(layer) would rename all parameters to _orig_mod.…
+            # In place: torch.compile(layer) would rename all parameters to _orig_mod.…
+            layer.compile(dynamic=False if few_shapes else None)
     return model
 
 

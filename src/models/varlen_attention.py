@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from src.config.errors import UsageError
-from src.runtime.private_apis import attention_kernel
+from src.runtime.private_apis import attention_kernel, mark_dynamic
 
 NAME = "varlen"
 
@@ -27,6 +27,7 @@ def document_bounds(lengths: torch.Tensor, width: int) -> dict:
     Lengths of 0 are no documents. All rows count as one, as flash kernels take them, so its documents are those of
     all rows. Their longest length is bounded by the width, which the host knows."""
     bounds = F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+    mark_dynamic(bounds)  # compiled layers take any number of documents
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": width, "max_length_k": width}
 
 

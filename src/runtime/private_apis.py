@@ -5,6 +5,7 @@ checks that no other file of src/ uses private names.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,16 +82,20 @@ def compiled_graphs() -> int:
     return utils.counters["stats"]["unique_graphs"]
 
 
+def mark_dynamic(tensor: torch.Tensor) -> None:
+    """Make compiled code take any length of the first dimension. Test: tests/models/test_compile_and_recompute.py."""
+    if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import takes a second
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def compile_for_any_rows(function: Callable) -> Callable:
     """Return the function compiled once for any number of rows of its first two arguments, other sizes being constants,
     which makes faster kernels than torch.compile(dynamic=True). Test: tests/models/test_chunked_cross_entropy.py."""
-    from torch._dynamo import maybe_mark_dynamic
-
     compiled = torch.compile(function, options={"deterministic": True})  # no choice of kernels by time measurements
 
     def call(rows, others, *arguments):
         for tensor in (rows, others):
-            maybe_mark_dynamic(tensor, 0)
+            mark_dynamic(tensor)
         return compiled(rows, others, *arguments)
 
     return call

@@ -130,6 +130,8 @@ class Task(base.Task):
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
+        if self.options.packing and self.cfg.compile and training:  # such rows are nearly full: one width, one graph
+            width = self.max_length
         ids, targets, positions = (np.full((len(rows), width), value, np.int64) for value in (0, IGNORED, 0))
         for i, row in enumerate(rows):
             ids[i, : lengths[i]] = row["input_ids"]

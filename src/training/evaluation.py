@@ -21,6 +21,7 @@ from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import console
 from src.tasks import Batch, Task
+from src.training.model_with_loss import has_few_shapes
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host
 
@@ -52,7 +53,7 @@ def evaluate(
         return micro, batch, module({k: v.to(accelerator.device, non_blocking=True) for k, v in batch.inputs.items()})
 
     progress = console.Progress("evaluation", len(mine), "batches", accelerator.is_main_process)
-    with _evaluating(module, cfg), _one_thread(accelerator.device):
+    with _evaluating(module, cfg, has_few_shapes(cfg, task, split)), _one_thread(accelerator.device):
         batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
         for _ in range(0, rounds, ASK):
             if stopping and backend.hosts.sum([stopping()])[0]:
@@ -194,13 +195,15 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
 
 
 @contextmanager
-def _evaluating(module: torch.nn.Module, cfg: RunConfig) -> Iterator[None]:
-    """Within, the module is in evaluation mode, and compiled layers run in eager mode, so that eval.py gets the same
-    loss and evaluation compiles no layer."""
-    training = module.training
+def _evaluating(module: torch.nn.Module, cfg: RunConfig, few_shapes: bool) -> Iterator[None]:
+    """Within, the module is in evaluation mode, and its kernels do not depend on the training data: compiled layers run
+    in eager mode, which also compiles nothing, so that eval.py gets the same loss."""
+    training, of_training = module.training, torch.backends.cuda.cudnn_sdp_enabled()
     module.eval()
+    torch.backends.cuda.enable_cudnn_sdp(few_shapes)
     with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
         yield
+    torch.backends.cuda.enable_cudnn_sdp(of_training)
     module.train(training)
 
 

@@ -53,28 +53,40 @@ def build_model(
     cfg: RunConfig,
     backend: Backend,
     task: Task,
+    train_set,
     weights: str | Path | None,
     change_model: Callable[[ModelWithLoss, RunConfig], None],
 ) -> ModelWithLoss:
     """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
     checkpointing as `cfg` says."""
-    choose_kernels(cfg, task, backend.accelerator.device)
+    choose_kernels(cfg, task, train_set, backend.accelerator.device)
     model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
-    compile_and_recompute(model.model, cfg)
+    one_width = task.unit == "tokens" and (getattr(task.options, "packing", False) or rows_of_one_length(train_set))
+    compile_and_recompute(model.model, cfg, few_shapes=one_width and cfg.per_device_batch_size != "auto")
     return model
 
 
-def choose_kernels(cfg: RunConfig, task: Task, device: torch.device) -> None:
-    """Choose the kernels of matrix products (TF32) and attention in this process, for training and evaluation alike.
-
-    On Hopper and Blackwell, torch (2.11 and later) computes attention by cuDNN, which makes a plan for each new shape:
-    up to a second each (FunASR#3704 on a B200). So rows of many lengths use torch's own kernels instead."""
+def choose_kernels(cfg: RunConfig, task: Task, split, device: torch.device) -> None:
+    """Choose the kernels of matrix products (TF32), and of attention over the rows of `split`, in this process."""
     if cfg.tf32:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
             torch.set_float32_matmul_precision("high")
         else:
             warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
-    few_shapes = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
-    if device.type == "cuda" and not few_shapes:
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(has_few_shapes(cfg, task, split))
+
+
+def has_few_shapes(cfg: RunConfig, task: Task, split) -> bool:
+    """Return whether micro-batches of `split` have few shapes, so that attention may be computed by cuDNN.
+
+    On Hopper and Blackwell it is torch's first choice (2.11 and later), but makes a plan for each new shape: 0.13 s
+    forward and backward on an H200, where torch's own kernels take 1 ms. These are for rows of many lengths."""
+    few = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
+    return bool(few) or rows_of_one_length(split)
+
+
+def rows_of_one_length(split) -> bool:
+    """Return whether all rows have as many tokens; False for a stream, whose rows are not known."""
+    examples, tokens, longest = (split.stats.get(name) for name in ("examples", "tokens", "longest"))
+    return bool(examples) and tokens == examples * longest

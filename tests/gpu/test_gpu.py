@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import train
+from src.checkpointing.async_writer import HostCopy
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.models import chunked_cross_entropy
@@ -264,6 +265,25 @@ def test_memory_is_allocated_in_expandable_segments():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=kit.REPOSITORY, capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_memory_of_saves_is_reserved_once():
+    """Pinned, in the background, and used by each copy; tied weights have one."""
+    weight, moment = (torch.randn(300, 40, device="cuda") for _ in range(2))
+    tensors = {"model": {"embedding": weight, "head": weight}, "optimizer": {"exp_avg/embedding": moment}}
+    memory = HostCopy()
+    memory.reserve(tensors)
+    memory.reserving.join()
+    reserved = {key: value.data_ptr() for key, value in memory.memory.items()}
+    assert [*reserved] == [("model", "embedding"), ("optimizer", "exp_avg/embedding")]
+    for _ in range(2):
+        weight += 1
+        copies = memory.take(tensors)
+        assert {key: value.data_ptr() for key, value in memory.memory.items()} == reserved
+        assert copies["model"]["head"] is copies["model"]["embedding"]
+        assert copies["model"]["head"].is_pinned()
+        assert torch.equal(copies["model"]["head"], weight.cpu())
+        assert torch.equal(copies["optimizer"]["exp_avg/embedding"], moment.cpu())
 
 
 def test_a_non_finite_update_is_skipped_on_the_device():

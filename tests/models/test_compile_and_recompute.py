@@ -27,7 +27,7 @@ def plain(files, tmp_path_factory):
 
 def _compiled(argv):
     """Train with Dynamo's own backend, which needs no C++ compiler."""
-    torch.nn.Module.compile = lambda block: COMPILE(block, backend="eager")
+    torch.nn.Module.compile = lambda block, **options: COMPILE(block, backend="eager", **options)
     train.main([str(word) for word in argv])
 
 
@@ -42,6 +42,43 @@ def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tm
     for path in run.folder.rglob("*.safetensors"):
         assert not any("_orig_mod" in name for name in load_file(path))
     assert run.weights.keys() == plain.weights.keys()
+
+
+def _shapes(argv) -> tuple[list, set]:
+    """Train; return how layers were compiled, and the shapes of their inputs in training."""
+    options, shapes = [], set()
+
+    def note_shape(block, inputs):
+        if block.training:
+            shapes.add(tuple(inputs[0].shape[:2]))
+
+    def compiled(block, **settings):
+        options.append(settings)
+        block.register_forward_pre_hook(note_shape)
+        COMPILE(block, backend="eager", **settings)
+
+    torch.nn.Module.compile = compiled
+    train.main([str(word) for word in argv])
+    return options, shapes
+
+
+def _rows(files, tmp_path, kind: str) -> dict:
+    lengths = {"equal": [9] * 22, "packed": [3, 9, 5, 6] * 11, "ragged": range(4, 26)}[kind]
+    rows = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(length))} for length in lengths])
+    return {"train_file": rows, "validation_file": files / "validation.jsonl", "packing": kind == "packed"}
+
+
+@pytest.mark.parametrize("kind", ["equal", "packed", "ragged"])
+def test_shapes_that_repeat_are_compiled_once_each(files, tmp_path, kind):
+    """Of rows of one width, not for any shape: those kernels are slower, and would stay after the end of an epoch."""
+    argv = recipe(files, **_rows(files, tmp_path, kind), max_length=12, compile=True, output_dir=tmp_path / "run")
+    [(options, shapes)] = kit.spawn(1, _shapes, argv, out=tmp_path / "out")
+    assert {settings["dynamic"] for settings in options} == {None if kind == "ragged" else False}
+    if kind == "ragged":
+        return
+    assert {width for _, width in shapes} == {9 if kind == "equal" else 12}
+    lines = kit.Run(tmp_path / "run").kind("train")
+    assert lines[-1]["graphs"] - lines[0]["graphs"] == len(shapes) - 1 == 1  # full ones, and the last one of an epoch
 
 
 def test_activations_are_recomputed(files):

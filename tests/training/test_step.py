@@ -10,11 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 import train
 from src.data.batch_plan import PlanConfig, plan
+from src.distributed.backends import make_backend
 from src.distributed.host_group import HostGroup
-from src.training.model_with_loss import choose_kernels
+from src.training.evaluation import evaluate
+from src.training.model_with_loss import ModelWithLoss, choose_kernels
 from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state
@@ -216,20 +219,38 @@ def test_fp16_overflow_does_not_advance_the_schedule(files, tmp_path):
     assert kit.same(run.weights, initial.weights)
 
 
-@pytest.mark.parametrize("few", [{"pad_to_multiple_of": 64}, {"packing": True}, {}])
-def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, few):
-    """Its plan for each new shape would cost up to a second; rows of few shapes keep torch's first choice."""
-    task, _ = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl", **few)
+@pytest.mark.parametrize("few", [{"pad_to_multiple_of": 64}, {"packing": True}, {"equal": True}, {}])
+def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, tmp_path, few):
+    """Its plan for each new shape would cost up to a second; rows of few shapes keep torch's first choice.
+
+    An evaluation has the kernels of its own rows, as in eval.py, not those of the training data."""
+    lengths = [9] * 8 if few == {"equal": True} else range(4, 12)
+    rows = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(length))} for length in lengths])
+    options = few if few != {"equal": True} else {}
+    task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=rows, validation_file=rows, **options)
+    seen, backend = [], make_backend(Accelerator(cpu=True), task.cfg)
+
+    def probe(module, inputs):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+
     try:
-        choose_kernels(task.cfg, task, torch.device("cpu"))
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        choose_kernels(task.cfg, task, torch.device("cuda"))
+        choose_kernels(task.cfg, task, splits["train"], torch.device("cpu"))
         assert torch.backends.cuda.cudnn_sdp_enabled() == bool(few)
+        for of_training in (True, False):
+            torch.backends.cuda.enable_cudnn_sdp(of_training)
+            module = ModelWithLoss(task.build_model(None), task)
+            module.register_forward_pre_hook(probe)
+            evaluate(backend, module, task, splits["validation"], task.cfg)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == of_training
+        assert set(seen) == {bool(few)}
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize("name, printed", [("OTHER", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "None")])
+ALLOCATION = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
+@pytest.mark.parametrize("name, printed", [("OTHER", ALLOCATION), ("PYTORCH_CUDA_ALLOC_CONF", "None")])
 def test_memory_of_a_gpu_is_expandable_unless_the_user_decides(name, printed):
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {name: "x:1"}
     command = [sys.executable, "-c", "import src, os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
