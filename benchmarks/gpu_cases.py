@@ -12,7 +12,7 @@ class Case:
     micro_batch: int
     global_batch: int
     steps: int
-    warmup: int = 10  # steps before the clock starts: compilation, allocation
+    warmup: int = 5  # steps before the clock starts: compilation, allocation
     ragged: bool = False
     lora: bool = False
     compile: bool = True
@@ -42,10 +42,10 @@ M12 = llama(32000, 256, 768, 4, 4, 4)
 
 def packed(**flags: str) -> Case:
     flags = {"packing": "true"} | flags
-    return Case(M124, 1024, 32, 128, 40, ragged=True, flags=flags, programs=("ours",), against="124m")
+    return Case(M124, 1024, 32, 128, 20, ragged=True, flags=flags, programs=("ours",), against="124m")
 
 
-RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 20, 5, ragged=True, compile=False)
+RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 15, ragged=True, compile=False)
 
 
 def ragged(**changes) -> Case:
@@ -54,20 +54,20 @@ def ragged(**changes) -> Case:
 
 
 CASES = {
-    "124m": Case(M124, 1024, 32, 128, 40),
-    "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 30),
+    "124m": Case(M124, 1024, 32, 128, 20),
+    "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 20),
     "ragged": RAGGED,
     "ragged_cudnn": ragged(flags={"pad_to_multiple_of": 1}),  # the same rows; attention as torch chooses it
     "ragged_fixed_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
     "ragged_padded": ragged(flags={"pad_to_multiple_of": 64}),
-    "ragged_compiled": ragged(flags={"pad_to_multiple_of": 64}, compile=True, warmup=10),
+    "ragged_compiled": ragged(compile=True),
     "ragged_tokens": ragged(flags={"per_device_batch_tokens": 16384}),
     "packed": packed(),
-    "packed_varlen": packed(attn_implementation="varlen"),
+    "packed_sdpa": packed(attn_implementation="sdpa"),  # with a mask
     "packed_flex": packed(attn_implementation="flex_attention"),
-    "cpu_equal": Case(M12, 128, 8, 32, 20, 5, compile=False, on_cpu=True),
-    "cpu_ragged": Case(M12, 512, 8, 16, 15, 5, ragged=True, compile=False, on_cpu=True),
-    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 20, 5, lora=True),
+    "cpu_equal": Case(M12, 128, 8, 32, 20, compile=False, on_cpu=True),
+    "cpu_ragged": Case(M12, 512, 8, 16, 15, ragged=True, compile=False, on_cpu=True),
+    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=True),
 }
 
 

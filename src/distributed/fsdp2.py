@@ -66,8 +66,8 @@ class FSDP2(Backend):
 
         attributes, trainable = run_on_main(self.accelerator, build_on_main)
         if model is None:
-            model = task.build_model(weights, empty=True)
             vars(task).update(attributes)
+            model = task.build_model(weights, empty=True)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(trainable[name])
         return model

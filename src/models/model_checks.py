@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, errors_of
+from src.models import varlen_attention
 from src.models.varlen_attention import document_bounds, takes_lengths
 from src.runtime.private_apis import attention_kernel, known_masks
 
@@ -68,6 +69,22 @@ def is_plain_head(model: Any, logits_of: Callable[[], Any], hidden_of: Callable[
     if not seen or seen["hidden"].shape != hidden.shape:
         return False
     return torch.equal(logits.to(seen["logits"].dtype), seen["logits"]) and torch.allclose(seen["hidden"], hidden)
+
+
+def check_packing_and_choose_kernel(model: Any, vocab_size: int, attention: str | None) -> bool:
+    """Return whether packed rows are separated by the lengths of their documents, else by a mask.
+
+    Without `attention`, the kernel that the run file asks for, the model gets the one by lengths where it is the default.
+    Raise UsageError if documents would attend to each other."""
+    kernel = attention_kernel(model.config)
+    if attention is None and varlen_attention.is_default_for(model):
+        try:
+            check_packing(varlen_attention.use_in(model), vocab_size)
+            return True
+        except UsageError:
+            model.set_attn_implementation(kernel)
+    check_packing(model, vocab_size)
+    return varlen_attention.takes_lengths(kernel)
 
 
 def check_packing(model: Any, vocab_size: int) -> None:

@@ -1,5 +1,7 @@
 """Attention of packed rows by the lengths of their documents, so that no mask is made: `attn_implementation: varlen`.
 
+The default on NVIDIA GPUs in 16 bits, for every model that can have it.
+
 Tests: tests/tasks/test_causal_lm.py; on a GPU tests/gpu/test_gpu.py.
 """
 
@@ -19,6 +21,30 @@ def takes_lengths(kernel: str | None) -> bool:
 
     transformers reads the documents of flash attention from position_ids only in micro-batches of one row."""
     return bool(kernel) and (kernel == NAME or "flash" in kernel)
+
+
+def is_default_for(model: Any) -> bool:
+    """Return whether this process computes on a GPU with torch's flash kernel, in 16 bits, and the model can have it.
+
+    The model was built with transformers' own choice, which is not sdpa if it caps scores or has sinks."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if not is_initialized() or torch.version.cuda is None:
+        return False
+    state, mesh = AcceleratorState(), AcceleratorState().parallelism_config
+    in_16_bits = state.mixed_precision in ("bf16", "fp16") or model.dtype.itemsize == 2
+    if state.device.type != "cuda" or not in_16_bits or (mesh and mesh.tp_size > 1):
+        return False
+    return torch.cuda.get_device_capability(state.device) >= (8, 0) and suits(model)
+
+
+def suits(model: Any) -> bool:
+    """Return whether the flash kernel takes the size of the model's heads, and attention has no dropout."""
+    config = model.config.get_text_config()
+    drops = any(value for name, value in config.to_dict().items() if "att" in name and "drop" in name)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return attention_kernel(model.config) == "sdpa" and not drops and 0 < size <= 256 and size % 8 == 0
 
 
 def document_bounds(lengths: torch.Tensor, width: int) -> dict:
@@ -56,14 +82,17 @@ def varlen_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     asked = [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]
     asked += ["dropout"] if dropout else []
+    asked += ["values of another size than the keys"] if value.shape[-1] != key.shape[-1] else []
     asked += ["a mask"] if attention_mask is not None and sliding_window is None else []
     if asked:
         raise UsageError(
             f"attn_implementation varlen has no {asked[0]} in packed rows: give --attn_implementation sdpa"
         )
     rows, _, length, _ = query.shape
-    # Of norms in float32, query and key are float32 under autocast, which does not know the kernel.
-    query, key, value = (x.to(value.dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    # Of norms in float32, they are float32 under autocast, which does not know the kernel.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    query, key, value = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     attend = _on_gpu if query.is_cuda else _document_by_document
     out = attend(query, key, value, bounds, length, scaling, sliding_window)
     return out.view(rows, length, *out.shape[1:]), None

@@ -29,9 +29,9 @@ from src.models.config_and_tokenizer import (
     vocabulary_size,
 )
 from src.models.cross_entropy import CrossEntropy
-from src.models.model_checks import check_packing, has_plain_lm_head
+from src.models.model_checks import check_packing_and_choose_kernel, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
-from src.models.varlen_attention import takes_lengths
+from src.models.varlen_attention import takes_lengths, use_in
 from src.runtime.private_apis import attention_kernel
 from src.tasks import base
 from src.tasks.base import Batch
@@ -72,7 +72,7 @@ class Options(CrossEntropy):
 
 
 class Task(base.Task):
-    attributes_from_weights = ("plain_head",)
+    attributes_from_weights: tuple[str, ...] = ("plain_head", "takes_lengths")
     can_shorten = True
 
     def load(self) -> None:
@@ -119,10 +119,13 @@ class Task(base.Task):
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if self.cfg.dtype == "float64" and experts_per_token(self.config):
             model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
+        if empty and self.takes_lengths and not self.cfg.attn_implementation:
+            use_in(model)  # as rank 0 has chosen
         if not empty:
             self.plain_head = has_plain_lm_head(model, self.vocab_size)
             if self.options.packing:
-                check_packing(model, self.vocab_size)
+                asked = self.cfg.attn_implementation
+                self.takes_lengths = check_packing_and_choose_kernel(model, self.vocab_size, asked)
             if self.router_coefficient:
                 check_router(model, self.vocab_size)
         return model

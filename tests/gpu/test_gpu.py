@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 import train
 from src.checkpointing.async_writer import HostCopy
@@ -20,6 +22,7 @@ from src.distributed.backends import Backend
 from src.models import chunked_cross_entropy
 from src.models.cross_entropy import PLAIN, CrossEntropy
 from src.models.varlen_attention import document_bounds, varlen_attention
+from src.runtime.private_apis import attention_kernel
 from tests.helpers import kit
 from tests.models.test_chunked_cross_entropy import linear_sums
 
@@ -160,6 +163,17 @@ def test_packed_rows_compute_the_numbers_of_a_cpu(recipe, tmp_path, no_waiting):
     for attention in ("sdpa", "varlen"):
         flags = recipe(**packed, attn_implementation=attention)
         assert losses_agree(launched(tmp_path / attention, flags, "bf16", script=no_waiting), on_cpu, 2e-2)
+
+
+@pytest.mark.parametrize("precision, kernel", [("bf16", "varlen"), ("no", "sdpa")])
+def test_packed_rows_have_attention_by_lengths_in_16_bits(files, tmp_path, precision, kernel):
+    model = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | HEADS)
+    task, _ = kit.open_data(model_config=model, train_file=files / "train.jsonl", packing=True, max_length=128)
+    try:
+        Accelerator(mixed_precision=precision)
+        assert attention_kernel(task.build().config) == kernel
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("window, key_heads", [(None, 4), (100, 4), (None, 2)])

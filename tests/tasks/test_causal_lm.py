@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from src.config.errors import UsageError
-from src.models.varlen_attention import document_bounds, takes_lengths, varlen_attention
+from src.models import varlen_attention as varlen
+from src.models.varlen_attention import document_bounds, is_default_for, suits, takes_lengths, varlen_attention
+from src.runtime.private_apis import attention_kernel
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -70,7 +72,8 @@ def target_rows(batch):
 
 def packed_and_alone(folder, model, attention, packing, change=None) -> float:
     """Return the deviation of the task's loss and gradient from the documents alone; `change` edits the model's input."""
-    task, splits = open_data(folder, model=model, dtype="float64", attn_implementation=attention, packing=packing)
+    asked = {"attn_implementation": attention} if attention else {}
+    task, splits = open_data(folder, model=model, dtype="float64", packing=packing, **asked)
     rows, network, documents = kit.all_rows(splits["train"]), task.build().train(), []
     for row in rows:
         ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
@@ -140,6 +143,31 @@ def test_packing_is_exact_or_refused(folder, kind, attention, sizes, error):
         task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation=attention, packing=True)
         with pytest.raises(UsageError, match=error):
             task.build()
+
+
+LLAMA = {"intermediate_size": 64, "num_key_value_heads": 2}
+DEFAULTS = [  # model_type, sizes, the kernel of packed rows on a GPU
+    ("llama", LLAMA, "varlen"),
+    ("llama", LLAMA | {"attention_dropout": 0.1}, "sdpa"),
+    ("llama", LLAMA | {"hidden_size": 48}, "sdpa"),  # heads of 12: the kernel takes multiples of 8
+    ("gemma2", LLAMA | {"head_dim": 8, "attn_logit_softcapping": 50.0}, "eager"),
+    ("codegen", {"rotary_dim": 8, "attn_pdrop": 0.0}, "eager"),
+]
+
+
+@pytest.mark.parametrize("kind, sizes, kernel", DEFAULTS)
+def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder, monkeypatch, kind, sizes, kernel):
+    """tests/gpu asks a GPU; here the model decides as there, and the result is exact."""
+    common = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    kit.write_yaml(folder / "default.yaml", common | sizes)
+    task, _ = open_data(folder, model="default.yaml", packing=True)
+    assert not is_default_for(task.build())  # there is no GPU
+    monkeypatch.setattr(varlen, "is_default_for", suits)
+    model = task.build()
+    assert (attention_kernel(model.config), task.takes_lengths) == (kernel, kernel == "varlen")
+    if kernel == "varlen":
+        assert attention_kernel(task.build(empty=True).config) == "varlen"  # as FSDP2 does on other ranks
+        assert packed_and_alone(folder, "default.yaml", None, True) <= 1e-6
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])

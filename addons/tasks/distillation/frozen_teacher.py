@@ -78,7 +78,7 @@ class TaughtTask(causal_lm.Task):
     """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name."""
 
     frozen = "teacher"
-    attributes_from_weights = ("plain_head", "frozen_plain_head")
+    attributes_from_weights = (*causal_lm.Task.attributes_from_weights, "frozen_plain_head")
 
     def load(self) -> None:
         super().load()
