@@ -22,7 +22,8 @@ from src.text.tokenize_and_pack import IGNORED
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 DEVICE_CHUNK_ELEMENTS = 1 << 25
 # A compiled loss keeps one copy of its logits, in the dtype of the head. Up to this share of an accelerator's memory,
-# all logits of a micro-batch are computed at once; larger ones in chunks of the second share, which fill any device.
+# all logits of a micro-batch are computed at once; larger ones in chunks of the second share. On an H200, chunks of 2 GB
+# take 4 % longer, of 0.5 GB up to 31 % (docs/performance.md).
 WHOLE_SHARE, CHUNK_SHARE = 1 / 8, 1 / 32
 
 
