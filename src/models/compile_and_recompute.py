@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
+from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, one_line, warn
 from src.config.schema import RunConfig
 from src.runtime import private_apis
 
 
-def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, few_shapes: bool = False) -> torch.nn.Module:
+def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: bool = False) -> torch.nn.Module:
     """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change.
 
-    `few_shapes`: micro-batches differ only in their number of rows, at the end of an epoch. Each shape is then compiled
-    for itself; otherwise torch would compile the second one for any shape, and use these slower kernels from then on."""
+    `one_width`: rows have one width. Unless something else changes shapes (`shapes_repeat`), each one is compiled for
+    itself; otherwise torch would compile the second one for any shape, and use these slower kernels from then on."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
@@ -26,8 +27,14 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, few_shapes: bo
     if cfg.compile:
         for layer in repeated_layers(model):
             # In place: torch.compile(layer) would rename all parameters to _orig_mod.…
-            layer.compile(dynamic=False if few_shapes else None)
+            layer.compile(dynamic=False if one_width and shapes_repeat(cfg) else None)
     return model
+
+
+def shapes_repeat(cfg: RunConfig) -> bool:
+    """Return whether micro-batches of rows of one width have few shapes: nothing but the end of an epoch changes them."""
+    changes = [change for name in ("change_rows", "step_sizes") for change in functions_of_addons(cfg, name)]
+    return cfg.per_device_batch_size != "auto" and not cfg.per_device_batch_tokens and not changes
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

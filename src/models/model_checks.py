@@ -98,7 +98,7 @@ def check_packing(model: Any, vocab_size: int) -> None:
     inputs = {"input_ids": rows, "position_ids": torch.arange(half).repeat(len(rows), 2), "use_cache": False}
     with probing(model):
         by_lengths = takes_lengths(attention_kernel(model.config))
-        inputs |= document_bounds(torch.full((len(rows), 2), half), LENGTH) if by_lengths else {}
+        inputs |= document_bounds(torch.full((2 * len(rows),), half), LENGTH) if by_lengths else {}
         with known_masks(packed=not by_lengths):
             one, other = model(**inputs).logits[:, half:]
         alone = model(input_ids=second[None], use_cache=False).logits[0]

@@ -48,11 +48,11 @@ def suits(model: Any) -> bool:
 
 
 def document_bounds(lengths: torch.Tensor, width: int) -> dict:
-    """Return the arguments of a model for lengths of documents (rows, most documents of a row); each row adds to `width`.
+    """Return the arguments of a model for lengths of documents, row after row (documents,); each row adds to `width`.
 
-    Lengths of 0 are no documents. All rows count as one, as flash kernels take them, so its documents are those of
-    all rows. Their longest length is bounded by the width, which the host knows."""
-    bounds = F.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+    All rows count as one, as flash kernels take them, so its documents are those of all rows. Their longest length is
+    bounded by the width, which the host knows."""
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int()
     mark_dynamic(bounds)  # compiled layers take any number of documents
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": width, "max_length_k": width}
 

@@ -21,6 +21,7 @@ from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
+from src.models.compile_and_recompute import shapes_repeat
 from src.models.config_and_tokenizer import (
     check_fit,
     load_config,
@@ -85,6 +86,8 @@ class Task(base.Task):
         self.max_length = check_fit(self.cfg, self.config, self.tokenizer, o.max_length)
         self.vocab_size = vocabulary_size(self.cfg, self.config)
         self.takes_lengths = o.packing and takes_lengths(self.cfg.attn_implementation or attention_kernel(self.config))
+        # Packed rows are nearly full, so they can all be as wide: then compiled layers have few graphs.
+        self.has_one_width = o.packing and self.cfg.compile and shapes_repeat(self.cfg)
         self.row_settings = (self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
         self.encoder = Encoder(self.tokenizer, *self.row_settings)
         self.router_coefficient = router_coefficient(self.config, o.router_aux_loss_coef)
@@ -133,7 +136,7 @@ class Task(base.Task):
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
-        if self.options.packing and self.cfg.compile and training:  # such rows are nearly full: one width, one graph
+        if self.has_one_width and training:
             width = self.max_length
         ids, targets, positions = (np.full((len(rows), width), value, np.int64) for value in (0, IGNORED, 0))
         for i, row in enumerate(rows):

@@ -100,14 +100,9 @@ def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
 
 
 def document_lengths(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """Return the lengths of the documents of rows padded to `width`, (rows, most documents), filled up with 0.
-
-    Padding is one more document. Their number is a multiple of 16, so that compiled code sees few shapes."""
-    most = -(-max(len(documents) + 1 for documents in rows) // 16) * 16
-    lengths = np.zeros((len(rows), most), np.int32)
-    for i, documents in enumerate(rows):
-        lengths[i, : len(documents)], lengths[i, -1] = documents, width - documents.sum()
-    return lengths
+    """Return the lengths of the documents of rows padded to `width`, row after row, (documents,). Padding is one more."""
+    lengths = np.concatenate([np.append(documents, width - documents.sum()) for documents in rows])
+    return lengths[lengths > 0].astype(np.int32)
 
 
 def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) -> int:

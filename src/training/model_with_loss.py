@@ -63,7 +63,7 @@ def build_model(
     model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
     one_width = task.unit == "tokens" and (getattr(task.options, "packing", False) or rows_of_one_length(train_set))
-    compile_and_recompute(model.model, cfg, few_shapes=one_width and cfg.per_device_batch_size != "auto")
+    compile_and_recompute(model.model, cfg, one_width)
     return model
 
 

@@ -63,18 +63,19 @@ def _shapes(argv) -> tuple[list, set]:
 
 
 def _rows(files, tmp_path, kind: str) -> dict:
-    lengths = {"equal": [9] * 22, "packed": [3, 9, 5, 6] * 11, "ragged": range(4, 26)}[kind]
+    lengths = {"equal": [9] * 22, "packed": [3, 9, 5, 6] * 11, "ragged": range(4, 26), "budget": [9] * 22}[kind]
     rows = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(length))} for length in lengths])
     return {"train_file": rows, "validation_file": files / "validation.jsonl", "packing": kind == "packed"}
 
 
-@pytest.mark.parametrize("kind", ["equal", "packed", "ragged"])
+@pytest.mark.parametrize("kind", ["equal", "packed", "ragged", "budget"])
 def test_shapes_that_repeat_are_compiled_once_each(files, tmp_path, kind):
     """Of rows of one width, not for any shape: those kernels are slower, and would stay after the end of an epoch."""
     argv = recipe(files, **_rows(files, tmp_path, kind), max_length=12, compile=True, output_dir=tmp_path / "run")
+    argv += ["--per_device_batch_tokens", "36"] * (kind == "budget")  # of tokens: any number of rows
     [(options, shapes)] = kit.spawn(1, _shapes, argv, out=tmp_path / "out")
-    assert {settings["dynamic"] for settings in options} == {None if kind == "ragged" else False}
-    if kind == "ragged":
+    assert {settings["dynamic"] for settings in options} == {None if kind in ("ragged", "budget") else False}
+    if kind in ("ragged", "budget"):
         return
     assert {width for _, width in shapes} == {9 if kind == "equal" else 12}
     lines = kit.Run(tmp_path / "run").kind("train")

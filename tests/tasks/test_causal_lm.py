@@ -172,7 +172,7 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
 
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])
 def test_varlen_refuses_what_it_would_ignore(option):
-    x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([[4]]), 4)
+    x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([4]), 4)
     with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
         varlen_attention(None, x, x, x, **options | option)
 
@@ -182,7 +182,7 @@ def test_varlen_gives_the_kernel_of_a_gpu_what_it_takes(key_heads):
     """Of tensors without memory, so that no GPU is needed; tests/gpu computes it."""
     with FakeTensorMode():
         query, key = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, key_heads))
-        bounds = document_bounds(torch.empty(2, 3, dtype=torch.int32, device="cuda"), 8)
+        bounds = document_bounds(torch.empty(6, dtype=torch.int32, device="cuda"), 8)
         out, _ = varlen_attention(None, query.float(), key.float(), key, None, sliding_window=4, **bounds)
     assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 16), torch.bfloat16, "cuda")
 
