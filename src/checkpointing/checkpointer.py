@@ -66,7 +66,9 @@ class Checkpointer:
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
     def failed(self) -> float:
-        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this."""
+        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this.
+
+        After the first update on a GPU, reserve the memory of saves, so that the first one need not."""
         on_gpu = self.accelerator.device.type == "cuda"
         if on_gpu and self.state.updates and not self.memory.reserving and self.writer.writes:  # moments exist now
             self.memory.reserve(checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)[0])
