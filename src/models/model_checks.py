@@ -100,10 +100,12 @@ def check_packing(model: Any, vocab_size: int) -> None:
         by_lengths = takes_lengths(attention_kernel(model.config))
         inputs |= document_bounds(torch.full((2 * len(rows),), half), LENGTH) if by_lengths else {}
         with known_masks(packed=not by_lengths):
-            one, other = model(**inputs).logits[:, half:]
+            # The first documents change places: a kernel may round differently in another row, but not in the same one.
+            one, other = (model(**inputs | {"input_ids": ids}).logits[:, half:] for ids in (rows, rows.flip(0)))
         alone = model(input_ids=second[None], use_cache=False).logits[0]
-    rounding = (1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1) * alone.abs().max()
-    if max((one - other).abs().max(), (one - alone).abs().max()) > rounding:
+    rounding = 1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1
+    largest = alone.abs().max()
+    if (one - other).abs().max() > 1e-4 * largest or (one - alone).abs().max() > rounding * largest:
         raise UsageError(
             f"packing is true, but {model.config.model_type} models ignore position_ids, so the documents of a row "
             "would attend to each other, or not begin at position 0: give --packing false"

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from src.config.errors import UsageError
 from src.models import varlen_attention as varlen
+from src.models.model_checks import check_packing
 from src.models.varlen_attention import document_bounds, is_default_for, suits, takes_lengths, varlen_attention
 from src.runtime.private_apis import attention_kernel
 from tests.conformance import checks
@@ -146,6 +147,40 @@ def test_packing_is_exact_or_refused(folder, kind, attention, sizes, error):
 
 
 LLAMA = {"intermediate_size": 64, "num_key_value_heads": 2}
+
+
+def swallow_lengths(model):
+    """Let the lengths of documents never reach the attention of the last layer."""
+    attend = model.model.layers[-1].self_attn.forward
+    model.model.layers[-1].self_attn.forward = lambda *args, cu_seq_lens_q=None, **more: attend(*args, **more)
+    return model
+
+
+def test_small_leaks_are_found_in_16_bits_too(folder, monkeypatch):
+    """ALiBi, and lengths that do not reach a layer of a Gemma, move the logits by a few percent of the largest one."""
+    common = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    kit.write_yaml(folder / "alibi.yaml", {"model_type": "bloom"} | common)
+    kit.write_yaml(folder / "gemma.yaml", {"model_type": "gemma", "head_dim": 16} | common | LLAMA)
+    task, _ = open_data(folder, model="alibi.yaml", dtype="bfloat16", packing=True)
+    with pytest.raises(UsageError, match="packing is true"):
+        task.build()
+    use_in = varlen.use_in
+    monkeypatch.setattr(varlen, "is_default_for", suits)
+    for change, kernel in ((lambda model: model, "varlen"), (swallow_lengths, "sdpa")):
+        task, _ = open_data(folder, model="gemma.yaml", dtype="bfloat16", packing=True)
+        monkeypatch.setattr(varlen, "use_in", lambda model, change=change: change(use_in(model)))
+        assert (attention_kernel(task.build().config), task.takes_lengths) == (kernel, kernel == "varlen")
+
+
+def test_rounding_of_another_row_is_no_leak(folder):
+    task, _ = open_data(folder, model="llama.yaml", packing=True)
+    model = task.build()
+    model.lm_head.register_forward_hook(
+        lambda head, inputs, logits: logits + 5e-4 * logits.abs().max() * torch.arange(len(logits))[:, None, None]
+    )
+    check_packing(model, task.vocab_size)
+
+
 DEFAULTS = [  # model_type, sizes, the kernel of packed rows on a GPU
     ("llama", LLAMA, "varlen"),
     ("llama", LLAMA | {"attention_dropout": 0.1}, "sdpa"),
