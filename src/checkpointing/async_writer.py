@@ -160,6 +160,7 @@ class HostCopy:
         for key in rank_of:
             keys.setdefault(id(tensors[key[0]][key[1]]), key)
         mine = {key: tensors[key[0]][key[1]] for key in keys.values() if rank_of[key] == self.rank}
+        mine = {key: x for key, x in mine.items() if key not in self.memory}  # an early save has allocated its own
         shapes = [(key, x.shape, x.dtype) for key, x in mine.items() if isinstance(x, torch.Tensor) and x.is_cuda]
 
         def allocate() -> None:

@@ -49,6 +49,29 @@ def test_host_copy_of_views_of_one_memory():
     assert all(torch.equal(copies[name], value) for name, value in tensors["model"].items())
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_memory_of_an_early_save_is_not_reserved_again(monkeypatch):
+    """It may still be written from, so host memory would be taken twice. tests/gpu has what a GPU needs."""
+    empty, sizes = torch.empty, []
+
+    def note(shape, dtype, pin_memory):
+        sizes.append((*shape, pin_memory))
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", note)
+    weight, moment = (torch.ones(size).as_subclass(OnGPU) for size in (3, 4))
+    memory = HostCopy()
+    memory.take({"model": {"weight": weight}})
+    memory.reserve({"model": {"weight": weight, "tied": weight}, "optimizer": {"exp_avg/weight": moment}})
+    memory.reserving.join()
+    assert sizes == [(3, True), (4, True)]
+
+
 def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch):
     """It begins so high that the first updates overflow, and doubles every third update that does not. The mutant
     begins with a new one after the kill."""
