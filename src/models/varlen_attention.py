@@ -39,12 +39,16 @@ def is_default_for(model: Any) -> bool:
 
 
 def suits(model: Any) -> bool:
-    """Return whether the flash kernel takes the size of the model's heads, and attention has no dropout."""
+    """Return whether the flash kernel takes the sizes of the model's heads, and attention has no dropout."""
     config = model.config.get_text_config()
     drops = any(value for name, value in config.to_dict().items() if "att" in name and "drop" in name)
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return attention_kernel(model.config) == "sdpa" and not drops and 0 < size <= 256 and size % 8 == 0
+    # Layers may have heads of different sizes, for which a configuration has no one number.
+    sizes = {size for module in model.modules() if isinstance(size := getattr(module, "head_dim", None), int)}
+    if not sizes:
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        sizes = {getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)}
+    takes_heads = all(0 < size <= 256 and size % 8 == 0 for size in sizes)
+    return attention_kernel(model.config) == "sdpa" and not drops and takes_heads
 
 
 def document_bounds(lengths: torch.Tensor, width: int) -> dict:

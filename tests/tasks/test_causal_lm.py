@@ -181,10 +181,13 @@ def test_rounding_of_another_row_is_no_leak(folder):
     check_packing(model, task.vocab_size)
 
 
+GEMMA4 = {"head_dim": 8, "global_head_dim": 264, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 DEFAULTS = [  # model_type, sizes, the kernel of packed rows on a GPU
     ("llama", LLAMA, "varlen"),
     ("llama", LLAMA | {"attention_dropout": 0.1}, "sdpa"),
     ("llama", LLAMA | {"hidden_size": 48}, "sdpa"),  # heads of 12: the kernel takes multiples of 8
+    ("gemma4_text", LLAMA | GEMMA4, "sdpa"),  # the kernel takes at most 256
+    ("gemma4_text", LLAMA | GEMMA4 | {"global_head_dim": 16}, "varlen"),
     ("gemma2", LLAMA | {"head_dim": 8, "attn_logit_softcapping": 50.0}, "eager"),
     ("codegen", {"rotary_dim": 8, "attn_pdrop": 0.0}, "eager"),
 ]
