@@ -122,7 +122,7 @@ class Task(base.Task):
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if self.cfg.dtype == "float64" and experts_per_token(self.config):
             model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
-        if empty and self.takes_lengths and not self.cfg.attn_implementation:
+        if empty and self.takes_lengths and not takes_lengths(attention_kernel(model.config)):
             use_in(model)  # as rank 0 has chosen
         if not empty:
             self.plain_head = has_plain_lm_head(model, self.vocab_size)

@@ -14,13 +14,19 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from src.config.errors import UsageError
 from src.models import varlen_attention as varlen
 from src.models.model_checks import check_packing
 from src.models.varlen_attention import document_bounds, is_default_for, suits, takes_lengths, varlen_attention
 from src.runtime.private_apis import attention_kernel
+from src.tasks import causal_lm
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -206,6 +212,17 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
     if kernel == "varlen":
         assert attention_kernel(task.build(empty=True).config) == "varlen"  # as FSDP2 does on other ranks
         assert packed_and_alone(folder, "default.yaml", None, True) <= 1e-6
+
+
+def test_ranks_with_an_empty_model_keep_the_kernel_of_its_configuration(folder, monkeypatch):
+    """A configuration may name a flash kernel, which takes lengths, too: rank 0 has it, so all have it."""
+    AttentionInterface.register("fast", varlen_attention)  # transformers builds no model with `flash` without a GPU
+    monkeypatch.setattr(causal_lm, "takes_lengths", lambda kernel: kernel == "fast")
+    sizes = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    kit.write_yaml(folder / "fast.yaml", sizes | LLAMA | {"attn_implementation": "fast"})
+    task, _ = open_data(folder, model="fast.yaml", packing=True)
+    assert task.takes_lengths
+    assert attention_kernel(task.build(empty=True).config) == "fast"
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])
