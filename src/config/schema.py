@@ -61,7 +61,7 @@ class RunConfig:
         "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
     )
     attn_implementation: str | None = changeable(
-        "sdpa, eager, flex_attention, … (default: of packed rows on a GPU varlen, else chosen by transformers)",
+        "sdpa, eager, flex_attention, varlen, … (default: chosen by transformers; varlen for packed rows on a GPU in 16 bits)",
         from_checkpoint=plain_name,
     )
     trust_remote_code: bool = changeable(
