@@ -10,7 +10,6 @@ import logging
 import time
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,9 +68,10 @@ class Checkpointer:
         """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this.
 
         After the first update on a GPU, reserve the memory of saves, so that the first one need not."""
-        on_gpu = self.accelerator.device.type == "cuda"
-        if on_gpu and self.state.updates and not self.memory.reserving and self.writer.writes:  # moments exist now
-            self.memory.reserve(checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)[0])
+        if self.accelerator.device.type == "cuda" and self.state.updates and self.writer.writes:  # moments exist now
+            self.memory.reserve(
+                partial(checkpoint_folder.collect_tensors, self.run.backend, self.run.model, self.parts)
+            )
         self.signals.save_seconds = self.writer.slowest
         return float(self.writer.failed())
 
@@ -104,7 +104,7 @@ class Checkpointer:
             copying, scaler = time.perf_counter(), self.accelerator.scaler
             tensors, numbers = self._host_copy()
             now = time.perf_counter()
-            saved = {"progress": self._progress(), "meter": meter, "numbers": numbers} | self.metadata
+            saved = {"progress": self.state.saved_fields(), "meter": meter, "numbers": numbers} | self.metadata
             saved["scaler"] = scaler.state_dict() if scaler is not None else None
             pause = f"training paused {now - began:.3f} s for it ({now - copying:.3f} s to copy it to the host)"
             # A copy of the state, because techniques may change their values while it is written.
@@ -115,11 +115,6 @@ class Checkpointer:
         """Return (tensors that this rank writes, other values) of a checkpoint; a collective for sharded tensors."""
         tensors, numbers = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
         return self.memory.take(tensors), numbers
-
-    def _progress(self) -> dict[str, Any]:
-        """Return the fields of the TrainState; this waits for the device."""
-        grad_norm = None if self.state.grad_norm is None else float(self.state.grad_norm)
-        return asdict(replace(self.state, grad_norm=grad_norm))
 
     def _flush(self) -> OSError | None:
         """Write the queued lines of all files, so that a checkpoint is never ahead of metrics.jsonl; return the error."""
@@ -250,6 +245,6 @@ class Checkpointer:
             lines |= {
                 f"{part}/{name}: {digest(value)}" for part, named in tensors.items() for name, value in named.items()
             }
-            for part, named in (numbers | {"progress": self._progress()}).items():
+            for part, named in (numbers | {"progress": self.state.saved_fields()}).items():
                 lines |= {f"{part}/{name}: {json.dumps(value)}" for name, value in named.items()}
         return dict(line.split(": ", 1) for line in self.hosts.union(lines))

@@ -6,7 +6,7 @@ Tests: tests/training/test_state.py, tests/training/test_step.py.
 import logging
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,10 @@ class TrainState:
         """Note an update that the device may still be computing; `finish_update` counts it."""
         self.grad_norm = grad_norm
         self.pending = Update(skipped, self.step, batch, losses)
+
+    def saved_fields(self) -> dict:
+        """Return the fields of a checkpoint; this waits for the device."""
+        return asdict(replace(self, grad_norm=None if self.grad_norm is None else float(self.grad_norm)))
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
