@@ -66,7 +66,7 @@ CASES = {
     "packed_sdpa": packed(attn_implementation="sdpa"),  # with a mask
     "packed_flex": packed(attn_implementation="flex_attention"),
     "cpu_equal": Case(M12, 128, 8, 32, 20, compile=False, on_cpu=True),
-    "cpu_ragged": Case(M12, 512, 8, 16, 15, ragged=True, compile=False, on_cpu=True),
+    "cpu_ragged": Case(M12, 512, 8, 64, 10, ragged=True, compile=False, on_cpu=True),
     "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=True),
 }
 
