@@ -27,7 +27,10 @@ def write_inputs(case: Case, folder: Path) -> None:
     parquet.write_table(pyarrow.table({"input_ids": rows}), folder / "rows.parquet")
     (folder / "model.json").write_text(json.dumps(case.model | {"max_position_embeddings": case.longest}))
     if case.lora:
+        import torch
+
         random_model(folder, "bfloat16").save_pretrained(folder / "model")
+        torch.cuda.empty_cache()  # of this process, which waits for the programs
 
 
 def random_model(folder: Path, dtype: str):
