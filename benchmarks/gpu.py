@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from gpu_cases import CASES, Case, tiny
@@ -58,9 +59,10 @@ class Program:
         return False
 
     def train(self) -> bool:
-        """Train five steps; return False if no steps are left."""
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+        """Train five steps; return False if no steps are left or the program has failed."""
+        with suppress(BrokenPipeError):  # it has ended while it waited
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
         return self.wait()
 
     def result(self) -> dict:
@@ -80,7 +82,8 @@ def train_in_turns(programs: list[Program]) -> None:
     while training:
         training = [program for program in training if program.train()]
     for program in programs:
-        program.process.stdin.close()
+        with suppress(BrokenPipeError):
+            program.process.stdin.close()
 
 
 def tokens_per_step(folder: Path, case: Case) -> float:
