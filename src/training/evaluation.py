@@ -196,15 +196,17 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
 
 @contextmanager
 def _evaluating(module: torch.nn.Module, cfg: RunConfig, few_shapes: bool) -> Iterator[None]:
-    """Within, the module is in evaluation mode, and its kernels do not depend on the training data: compiled layers run
-    in eager mode, which also compiles nothing, so that eval.py gets the same loss."""
+    """Within, the module is in evaluation mode, and has the kernels that eval.py has, which gets the same loss: those of
+    the rows that are evaluated, and compiled layers run in eager mode, which compiles nothing."""
     training, of_training = module.training, torch.backends.cuda.cudnn_sdp_enabled()
     module.eval()
     torch.backends.cuda.enable_cudnn_sdp(few_shapes)
-    with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
-        yield
-    torch.backends.cuda.enable_cudnn_sdp(of_training)
-    module.train(training)
+    try:
+        with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(of_training)
+        module.train(training)
 
 
 @contextmanager
