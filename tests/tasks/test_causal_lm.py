@@ -210,7 +210,9 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
     model = task.build()
     assert (attention_kernel(model.config), task.takes_lengths) == (kernel, kernel == "varlen")
     if kernel == "varlen":
-        assert attention_kernel(task.build(empty=True).config) == "varlen"  # as FSDP2 does on other ranks
+        other, _ = open_data(folder, model="default.yaml", packing=True)  # of another rank, as FSDP2 builds it
+        other.takes_lengths = task.takes_lengths
+        assert attention_kernel(other.build(empty=True).config) == "varlen"
         assert packed_and_alone(folder, "default.yaml", None, True) <= 1e-6
 
 
@@ -225,11 +227,29 @@ def test_ranks_with_an_empty_model_keep_the_kernel_of_its_configuration(folder, 
     assert attention_kernel(task.build(empty=True).config) == "fast"
 
 
-@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"attention_mask": torch.ones(1, 1, 4, 4)}])
+REFUSED = [
+    {"dropout": 0.1},
+    {"softcap": 50.0},
+    {"attention_mask": torch.ones(1, 1, 4, 4)},
+    {"value": torch.ones(1, 2, 4, 16)},
+]
+
+
+@pytest.mark.parametrize("option", REFUSED)
 def test_varlen_refuses_what_it_would_ignore(option):
-    x, options = torch.randn(1, 2, 4, 8), {"attention_mask": None} | document_bounds(torch.tensor([4]), 4)
+    x = torch.randn(1, 2, 4, 8)
+    options = {"value": x, "attention_mask": None} | document_bounds(torch.tensor([4]), 4)
     with pytest.raises(UsageError, match=r"varlen has no .*--attn_implementation sdpa"):
-        varlen_attention(None, x, x, x, **options | option)
+        varlen_attention(None, x, x, **options | option)
+
+
+def test_varlen_computes_in_the_dtype_of_autocast(monkeypatch):
+    """Also where a norm has left all of them in float32, which the kernel of a GPU does not take."""
+    x, seen = torch.randn(1, 2, 4, 8), []
+    monkeypatch.setattr(varlen, "_document_by_document", lambda *args: seen.extend(args[:3]) or args[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        varlen_attention(None, x, x, x, None, **document_bounds(torch.tensor([4]), 4))
+    assert [value.dtype for value in seen] == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
