@@ -28,7 +28,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}  # dens
 
 
 class Program:
-    """A program that trains a case: started, and trained further by `go`."""
+    """A process that trains a case. After its warm-up it trains five steps at each `train`."""
 
     def __init__(self, program: str, name: str, case: Case, folder: Path, small: bool):
         self.program, self.name, self.case, self.folder = program, name, case, folder

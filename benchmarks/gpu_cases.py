@@ -12,7 +12,7 @@ class Case:
     micro_batch: int
     global_batch: int
     steps: int
-    warmup: int = 5  # steps before the clock starts: compilation, allocation
+    warmup: int = 5  # steps before the clock starts, a multiple of five: compilation, allocation
     ragged: bool = False
     lora: bool = False
     compile: bool = True

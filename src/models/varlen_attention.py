@@ -93,7 +93,7 @@ def varlen_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             f"attn_implementation varlen has no {asked[0]} in packed rows: give --attn_implementation sdpa"
         )
     rows, _, length, _ = query.shape
-    # Of norms in float32, they are float32 under autocast, which does not know the kernel.
+    # Norms in float32 may leave them in float32 under autocast, which does not know the kernel.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -80,7 +80,7 @@ def choose_kernels(cfg: RunConfig, task: Task, split, device: torch.device) -> N
 def has_few_shapes(cfg: RunConfig, task: Task, split) -> bool:
     """Return whether micro-batches of `split` have few shapes, so that attention may be computed by cuDNN.
 
-    On Hopper and Blackwell it is torch's first choice (2.11 and later), but makes a plan for each new shape: 0.13 s
+    On Hopper and Blackwell it is torch's first choice (2.11 and later), but makes a plan for each new shape: 0.12 s
     forward and backward on an H200, where torch's own kernels take 1 ms. These are for rows of many lengths."""
     few = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
     return bool(few) or rows_of_one_length(split)
