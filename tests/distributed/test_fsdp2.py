@@ -12,6 +12,8 @@ import train
 from src.distributed.backends import Backend
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
+from src.models import varlen_attention
+from src.runtime.private_apis import attention_kernel
 from src.tasks import causal_lm
 from src.training import evaluation, model_with_loss
 from tests.helpers import kit
@@ -78,6 +80,25 @@ def test_a_model_that_only_the_main_process_builds(files, tmp_path, monkeypatch)
     moments = [kit.load_weights(at_step(r, 4), "optimizer") for r in (alone, run)]
     assert moments[0].keys() == moments[1].keys()
     assert not any("wpe" in name for name in moments[1])
+
+
+def _kernels(argv) -> list:
+    """Train on this rank as if it had a GPU that takes lengths of documents; return the attention of each model."""
+    kernels, build = [], causal_lm.Task.build
+
+    def noted(*args, **options):
+        model = build(*args, **options)
+        kernels.append(attention_kernel(model.config))
+        return model
+
+    varlen_attention.is_default_for, causal_lm.Task.build = varlen_attention.suits, noted
+    train.main([str(word) for word in argv])
+    return kernels
+
+
+def test_all_ranks_have_the_attention_that_the_main_process_chose(files, tmp_path):
+    argv = [*short(files, packing=True), "--output_dir", tmp_path / "run"]
+    assert kit.spawn(2, _kernels, argv, out=tmp_path / "out", env=where("fsdp2", 2)) == [["varlen"]] * 2
 
 
 def test_weights_that_accelerate_would_untie_are_refused(files, tmp_path, monkeypatch):
