@@ -159,12 +159,12 @@ class HostCopy:
             return
         tensors, _ = collect_tensors()
         rank_of = assign_tensors_to_ranks(tensors, self.world)
-        keys: dict[int, tuple[str, str]] = {}  # tied weights share one copy
-        for key in rank_of:
-            keys.setdefault(id(tensors[key[0]][key[1]]), key)
-        mine = {key: tensors[key[0]][key[1]] for key in keys.values() if rank_of[key] == self.rank}
-        mine = {key: x for key, x in mine.items() if key not in self.memory}  # an early save has allocated its own
-        shapes = [(key, x.shape, x.dtype) for key, x in mine.items() if isinstance(x, torch.Tensor) and x.is_cuda]
+        values = {(part, name): value for part, named in tensors.items() for name, value in named.items()}
+        first = {id(value): key for key, value in reversed(values.items())}  # tied weights share the copy of the first
+        # An early save has allocated some memory, and may still be written from it.
+        new = [key for key in first.values() if rank_of[key] == self.rank and key not in self.memory]
+        on_gpu = [(key, values[key]) for key in new if getattr(values[key], "is_cuda", False)]
+        shapes = [(key, value.shape, value.dtype) for key, value in on_gpu]
 
         def allocate() -> None:
             with suppress(RuntimeError):  # `take` tries again

@@ -17,8 +17,8 @@ from src.runtime import private_apis
 def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: bool = False) -> torch.nn.Module:
     """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change.
 
-    `one_width`: rows have one width. Unless something else changes shapes (`shapes_repeat`), each one is compiled for
-    itself; otherwise torch would compile the second one for any shape, and use these slower kernels from then on."""
+    `one_width`: all rows have one width. Then torch compiles each shape on its own, unless something else changes shapes
+    (`shapes_repeat`). By default it compiles the second shape for any shape, and uses these slower kernels from then on."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
@@ -32,7 +32,9 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: boo
 
 
 def shapes_repeat(cfg: RunConfig) -> bool:
-    """Return whether micro-batches of rows of one width have few shapes: nothing but the end of an epoch changes them."""
+    """Return whether only the end of an epoch changes the number of rows or the width of micro-batches.
+
+    False for `auto`, a budget of tokens and warmups of sizes: torch stops compiling after eight shapes."""
     changes = [change for name in ("change_rows", "step_sizes") for change in functions_of_addons(cfg, name)]
     return cfg.per_device_batch_size != "auto" and not cfg.per_device_batch_tokens and not changes
 

@@ -35,10 +35,10 @@ def is_default_for(model: Any) -> bool:
     in_16_bits = state.mixed_precision in ("bf16", "fp16") or model.dtype.itemsize == 2
     if state.device.type != "cuda" or not in_16_bits or (mesh and mesh.tp_size > 1):
         return False
-    return torch.cuda.get_device_capability(state.device) >= (8, 0) and suits(model)
+    return torch.cuda.get_device_capability(state.device) >= (8, 0) and fits_flash_kernel(model)
 
 
-def suits(model: Any) -> bool:
+def fits_flash_kernel(model: Any) -> bool:
     """Return whether the flash kernel takes the sizes of the model's heads, and attention has no dropout."""
     config = model.config.get_text_config()
     drops = any(value for name, value in config.to_dict().items() if "att" in name and "drop" in name)

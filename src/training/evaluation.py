@@ -196,8 +196,8 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
 
 @contextmanager
 def _evaluating(module: torch.nn.Module, cfg: RunConfig, few_shapes: bool) -> Iterator[None]:
-    """Within, the module is in evaluation mode, and has the kernels that eval.py has, which gets the same loss: those of
-    the rows that are evaluated, and compiled layers run in eager mode, which compiles nothing."""
+    """Within, the module is in evaluation mode and computes as in eval.py, which therefore gets the same loss: attention
+    is chosen by the rows that are evaluated (`few_shapes`), and compiled layers run uncompiled."""
     training, of_training = module.training, torch.backends.cuda.cudnn_sdp_enabled()
     module.eval()
     torch.backends.cuda.enable_cudnn_sdp(few_shapes)

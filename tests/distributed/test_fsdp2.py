@@ -91,7 +91,7 @@ def _kernels(argv) -> list:
         kernels.append(attention_kernel(model.config))
         return model
 
-    varlen_attention.is_default_for, causal_lm.Task.build = varlen_attention.suits, noted
+    varlen_attention.is_default_for, causal_lm.Task.build = varlen_attention.fits_flash_kernel, noted
     train.main([str(word) for word in argv])
     return kernels
 

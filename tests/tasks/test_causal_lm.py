@@ -24,7 +24,13 @@ from transformers import (
 from src.config.errors import UsageError
 from src.models import varlen_attention as varlen
 from src.models.model_checks import check_packing
-from src.models.varlen_attention import document_bounds, is_default_for, suits, takes_lengths, varlen_attention
+from src.models.varlen_attention import (
+    document_bounds,
+    fits_flash_kernel,
+    is_default_for,
+    takes_lengths,
+    varlen_attention,
+)
 from src.runtime.private_apis import attention_kernel
 from src.tasks import causal_lm
 from tests.conformance import checks
@@ -171,7 +177,7 @@ def test_small_leaks_are_found_in_16_bits_too(folder, monkeypatch):
     with pytest.raises(UsageError, match="packing is true"):
         task.build()
     use_in = varlen.use_in
-    monkeypatch.setattr(varlen, "is_default_for", suits)
+    monkeypatch.setattr(varlen, "is_default_for", fits_flash_kernel)
     for change, kernel in ((lambda model: model, "varlen"), (swallow_lengths, "sdpa")):
         task, _ = open_data(folder, model="gemma.yaml", dtype="bfloat16", packing=True)
         monkeypatch.setattr(varlen, "use_in", lambda model, change=change: change(use_in(model)))
@@ -206,7 +212,7 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
     kit.write_yaml(folder / "default.yaml", common | sizes)
     task, _ = open_data(folder, model="default.yaml", packing=True)
     assert not is_default_for(task.build())  # there is no GPU
-    monkeypatch.setattr(varlen, "is_default_for", suits)
+    monkeypatch.setattr(varlen, "is_default_for", fits_flash_kernel)
     model = task.build()
     assert (attention_kernel(model.config), task.takes_lengths) == (kernel, kernel == "varlen")
     if kernel == "varlen":

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from src.text.tokenize_and_pack import pack, packed_positions, token_bytes
+from src.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes
 
 
 def test_bytes_of_gaps_and_special_tokens():
@@ -23,3 +23,5 @@ def test_padding_does_not_continue_a_document():
     """It counts from zero, so transformers sees padding as a document of its own."""
     assert packed_positions(np.array([3, 2]), 5).tolist() == [0, 1, 2, 0, 1]
     assert packed_positions(np.array([2]), 5).tolist() == [0, 1, 0, 1, 2]
+    rows = [np.array([3, 2]), np.array([2])]
+    assert document_lengths(rows, 5).tolist() == [3, 2, 2, 3]  # and none of a full row: kernels start blocks for each
