@@ -20,7 +20,7 @@ from src.config.errors import UsageError, errors_of
 from src.config.fields import max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
+from src.models.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.models.compile_and_recompute import shapes_repeat
 from src.models.config_and_tokenizer import (
     check_fit,
@@ -149,6 +149,7 @@ class Task(base.Task):
         # Padding is on the right, where causal attention never looks. So no attention mask is needed, and attention
         # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
         inputs = {"input_ids": ids, "targets": targets, "lengths": np.array(lengths)}
+        inputs |= positions_of_targets(targets)
         inputs |= {"position_ids": positions} if self.options.packing else {}
         if self.takes_lengths:
             inputs["documents"] = document_lengths([row["documents"] for row in rows], width)
@@ -160,7 +161,8 @@ class Task(base.Task):
         targets = inputs["targets"]
         experts = {"output_router_logits": True} if self.router_coefficient else {}
         scored = score_tokens(model, inputs, self.plain_head, **experts)
-        sums = sums_from_scored(scored, targets.flatten(), model.training, self.options)
+        chosen = inputs.get("target_positions")
+        sums = sums_from_scored(scored, targets.flatten(), model.training, self.options, chosen)
         if not self.router_coefficient:
             return sums
         is_real = torch.arange(targets.shape[1], device=targets.device) < inputs["lengths"][:, None]

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.models import chunked_cross_entropy
+from src.models.chunked_cross_entropy import positions_of_targets
 from src.models.compile_and_recompute import CompiledOnAccelerators
 from src.models.cross_entropy import PLAIN, CrossEntropy
 
@@ -18,7 +19,7 @@ ALL_OPTIONS = CrossEntropy(label_smoothing_factor=0.2, z_loss=0.03, focal_gamma=
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(chunked_cross_entropy.CHUNKS, "cpu", (16, 1))
 
 
 def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULARY, features=FEATURES):
@@ -83,6 +84,25 @@ def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
     assert loss.item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
     assert correct.item() == (logits.argmax(-1) == targets).sum()
     assert rows < 50 or difference(mean_of_means, *make(rows)) > 1e-3
+
+
+@pytest.mark.parametrize("ignored", [0.5, 1.1])
+def test_positions_without_a_target_cost_no_products(small_chunks, ignored):
+    """Padding and prompts. With nearly all targets, picking rows would cost more than it saves."""
+    hidden, weight, bias, targets = make(50, ignored=ignored)
+    positions = torch.from_numpy(positions_of_targets(targets.numpy())["target_positions"])
+    assert positions.tolist() == [i for i, target in enumerate(targets.tolist()) if target != -100]
+
+    def picked(hidden, weight, bias, targets):
+        head = SimpleNamespace(weight=weight, bias=bias)
+        scored = chunked_cross_entropy.Scored(hidden, head)
+        return chunked_cross_entropy.sums_from_scored(scored, targets, True, positions=positions)["loss"]
+
+    assert difference(picked, hidden, weight, bias, targets) <= 1e-10
+    share = len(positions) / 50
+    assert products(picked, hidden, weight, bias, targets) <= 3.1 * share
+    assert products(ours, hidden, weight, bias, targets) > 2.9 * share + 0.5  # the mutant
+    assert not positions_of_targets(make(50, ignored=0)[3].numpy())
 
 
 # ---- precision and number of operations ------------------------------------------------------------------------------
@@ -249,7 +269,7 @@ def bounded(work, inputs, chunks: int = 4) -> bool:
     return largest <= 1.01 * max(chunk, gradients) and peak <= 2 * gradients + chunks * chunk
 
 
-@pytest.mark.parametrize("options, chunks", [(PLAIN, 4), (ALL_OPTIONS, 11)])
+@pytest.mark.parametrize("options, chunks", [(PLAIN, (2.1, 2.6)), (ALL_OPTIONS, (11, 11))])
 @pytest.mark.parametrize("low", [False, True])
 def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
     *inputs, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
@@ -262,8 +282,8 @@ def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
     def full(hidden, weight, bias, targets, options):
         return options.sums(F.linear(hidden, weight, bias), targets)
 
-    assert bounded(lambda: training(linear_sums), inputs, chunks)
-    assert not bounded(lambda: training(full), inputs, chunks)  # the mutant
+    assert bounded(lambda: training(linear_sums), inputs, chunks[low])
+    assert not bounded(lambda: training(full), inputs, chunks[low])  # the mutant
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert bounded(lambda: scores(*inputs, targets), inputs)
 

@@ -344,6 +344,24 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
+def test_logits_are_computed_where_there_is_a_target(folder):
+    """In training and evaluation; a row without padding and prompt has a target nearly everywhere."""
+    row = {"prompt": "def return self", "completion": "import"}
+    task, _, batch, _ = open_batch(folder, [row] * 3, dtype="float64")
+    model, inputs = task.build(), dict(batch.inputs)
+    positions = inputs["target_positions"]
+    targets = inputs["targets"].flatten()
+    assert torch.equal(targets[positions], targets[targets != -100])
+    for mode in (True, False):
+        sums = task.loss(model.train(mode), inputs)
+        everywhere = task.loss(model, {k: v for k, v in inputs.items() if k != "target_positions"})
+        assert {k: v.item() for k, v in sums.items()} == pytest.approx(
+            {k: v.item() for k, v in everywhere.items()}, rel=1e-12
+        )
+    _, _, batch, _ = open_batch(folder, [{"text": "def " * 60}])
+    assert "target_positions" not in batch.inputs
+
+
 def test_prompt_keeps_only_its_own_end_of_text(folder, tokenizer):
     """Of a tokenizer that ends each text with one."""
     eos, texts, changed = tokenizer.eos_token_id, ["def f", f"def{EOS}"], copy.deepcopy(tokenizer)

@@ -1,11 +1,13 @@
 """`per_device_batch_size: auto`: one rank runs out of memory, and all use the size that fits it."""
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from src.config.schema import RunConfig
 from src.distributed.backends import make_backend
+from src.tasks import causal_lm
 from src.training import memory
 from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
@@ -24,10 +26,12 @@ def _search(files, limits: list[int]):
     accelerator = Accelerator(cpu=True)
     backend = make_backend(accelerator, RunConfig())
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
+    causal_lm.positions_of_targets = lambda targets: {"target_positions": np.flatnonzero(targets)}  # as of prompts
     model_with_loss = ModelWithLoss(task.build(), task)
     limit, tried, forward = limits[accelerator.process_index], [], model_with_loss.forward
 
     def bounded(inputs):
+        assert "target_positions" not in inputs  # room for logits at all positions, whichever rows are tried
         tried.append(len(inputs["input_ids"]))
         if tried[-1] > limit:
             raise ERRORS[limit]

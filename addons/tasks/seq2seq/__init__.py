@@ -17,7 +17,7 @@ from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_deco
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_scored
+from src.models.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
 from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from src.models.cross_entropy import CrossEntropy
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
@@ -147,12 +147,14 @@ class Task(base.Task):
             "attention_mask": pad_rows([np.ones(n) for n in source_lengths], width, 0),
             "labels": pad_rows(labels, padded_length(lengths, multiple, self.options.max_target_length), IGNORED),
         }
+        inputs |= positions_of_targets(inputs["labels"])
         tokens, padded = sum(source_lengths) + sum(lengths), inputs["input_ids"].size + inputs["labels"].size
         return Batch({name: torch.from_numpy(ids) for name, ids in inputs.items()}, sum(lengths), tokens, padded)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         labels = inputs["labels"]
-        sums = sums_from_scored(self._scored(model, inputs), labels.flatten(), model.training, self.options)
+        scored, chosen = self._scored(model, inputs), inputs.get("target_positions")
+        sums = sums_from_scored(scored, labels.flatten(), model.training, self.options, chosen)
         if model.training or not self.metric_names:
             return sums
         missing = self.options.max_target_length - labels.shape[1]

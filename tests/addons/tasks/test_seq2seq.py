@@ -83,6 +83,7 @@ def test_loss_is_that_of_transformers_times_tokens(data, tmp_path, name, plain_h
     assert batch.weight == sum(len(row["labels"]) for row in rows)
     assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
     assert not batch.inputs["attention_mask"].all()
+    assert len(batch.inputs["target_positions"]) == batch.weight < batch.inputs["labels"].numel()
     unmasked = batch.inputs | {"attention_mask": torch.ones_like(batch.inputs["attention_mask"])}
     assert task.loss(model, unmasked)["loss"].item() != pytest.approx(expected.item(), rel=1e-6)
 
