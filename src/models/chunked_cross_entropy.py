@@ -18,11 +18,13 @@ from src.models.varlen_attention import document_bounds, takes_lengths
 from src.runtime.private_apis import attention_kernel, known_masks
 from src.text.tokenize_and_pack import IGNORED
 
-# Where the loss is not compiled, several copies of the logits are in memory: (rows at least, logits) of a chunk by device.
-# A CPU is fastest if the logits fit its cache, but each chunk also reads and writes the gradient of the whole head: with
-# a vocabulary of 50,304 and 768 features, chunks of 128 rows take 1.15 times as long as chunks of 512.
-CHUNKS = {"cpu": (512, 1 << 22)}
-DEVICE_CHUNK = (16, 1 << 25)  # 128 MiB of float32
+# Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
+# CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+DEVICE_CHUNK_ELEMENTS = 1 << 25
+# On a CPU, each chunk reads and writes the gradient of the whole head. With a vocabulary of 50,304 and 768 features,
+# chunks of 83 rows take 1.2 times as long as chunks of 256.
+MIN_ROWS_OF_TRAINED_HEAD = 256
 # A compiled loss keeps one copy of its logits, in the dtype of the head. Up to this share of an accelerator's memory,
 # all logits of a micro-batch are computed at once; larger ones in chunks of the second share. On an H200, chunks of 2 GB
 # take 4 % longer, of 0.5 GB up to 31 % (docs/performance.md).
@@ -64,8 +66,7 @@ def positions_of_targets(targets: np.ndarray) -> dict[str, np.ndarray]:
 
 def chunk_rows(device_type: str, vocabulary: int) -> int:
     """Return the number of rows of logits to compute at a time without compilation."""
-    rows, logits = CHUNKS.get(device_type, DEVICE_CHUNK)
-    return max(rows, logits // vocabulary)
+    return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
 
 
 def fitting_rows(rows: int, bytes_per_row: int, memory: int) -> int:
@@ -111,12 +112,10 @@ def sums_from_scored(
     arguments = (hidden, targets, weight, head.bias, options, training)
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     rows = chunk_rows(device.type, weight.shape[0])
-    whole = hidden.shape[0] * weight.shape[0] <= CHUNKS.get(device.type, DEVICE_CHUNK)[1]
     if _sums_of_rows.compiles(*arguments):
         memory = torch.get_device_module(device).get_device_properties(device).total_memory
         rows = fitting_rows(hidden.shape[0], weight.shape[0] * dtype.itemsize, memory)
-        whole = hidden.shape[0] <= rows
-    if whole:
+    if hidden.shape[0] <= rows:
         return _sums_of_rows(*arguments)
     if dtype is not torch.float16:
         return _sums_by_chunk(rows, *arguments)
@@ -140,6 +139,8 @@ def _sums_by_chunk(rows: int, hidden, targets, weight, bias, options, training: 
     dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
     gradients = [torch.zeros_like(x, dtype=d) if on else None for x, d, on in zip(inputs, dtypes, trained, strict=True)]
     by_formula = training and any(trained) and options.is_plain_loss and hidden.device.type == "cpu"
+    if by_formula and trained[1]:
+        rows = max(rows, MIN_ROWS_OF_TRAINED_HEAD)
     parts = []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
@@ -175,7 +176,8 @@ def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor) 
     hidden, weight, bias = inputs
     logits = F.linear(hidden, weight, bias)
     log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    ignored, index = targets == IGNORED, targets.clamp(min=0)[:, None]
+    ignored = targets == IGNORED
+    index = targets.masked_fill(ignored, 0)[:, None]
     loss = -log_p.gather(-1, index)[:, 0].masked_fill(ignored, 0).sum()
     by_logits = log_p.exp_().scatter_add_(-1, index, torch.full_like(index, -1, dtype=log_p.dtype))
     by_logits = by_logits.index_fill_(0, ignored.nonzero()[:, 0], 0).to(logits.dtype)

@@ -19,7 +19,8 @@ ALL_OPTIONS = CrossEntropy(label_smoothing_factor=0.2, z_loss=0.03, focal_gamma=
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(chunked_cross_entropy.CHUNKS, "cpu", (16, 1))
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(chunked_cross_entropy, "MIN_ROWS_OF_TRAINED_HEAD", CHUNK)
 
 
 def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULARY, features=FEATURES):
@@ -286,6 +287,51 @@ def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
     assert not bounded(lambda: training(full), inputs, chunks[low])  # the mutant
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert bounded(lambda: scores(*inputs, targets), inputs)
+
+
+def test_gradients_of_a_chunk_are_added_and_scaled_in_place(small_chunks, monkeypatch):
+    """The mutants: autograd, a product of each chunk beside the sum, a scaled copy."""
+    *inputs, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=64)
+
+    def is_in_place():
+        return memory(lambda: ours(*inputs, targets).backward())[1] <= 1.02 * gradients + 2.1 * CHUNK * WIDE * 4
+
+    gradients = sum(x.numel() * x.element_size() for x in inputs)
+    assert is_in_place()
+    monkeypatch.setattr(chunked_cross_entropy, "_add_gradients_by_formula", lambda *a: add(*a, PLAIN, True))
+    add = chunked_cross_entropy._add_gradients
+    assert not is_in_place()
+
+
+@pytest.mark.parametrize(
+    "rows, trained, expected", [(300, True, [256, 44]), (100, True, [100]), (100, False, [64, 36])]
+)
+def test_chunks_of_a_trained_head_have_256_rows(monkeypatch, rows, trained, expected):
+    """Each reads and writes the gradient of the whole head. The mutants: at any size, and in evaluation."""
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 64 * VOCABULARY)
+    hidden, weight, bias, targets = make(rows)
+    weight.requires_grad_(trained)
+    for function in ("_add_gradients", "_add_gradients_by_formula"):
+        original = getattr(chunked_cross_entropy, function)
+
+        def recorded(sinks, inputs, targets, *rest, original=original):
+            sizes.append(len(targets))
+            return original(sinks, inputs, targets, *rest)
+
+        monkeypatch.setattr(chunked_cross_entropy, function, recorded)
+    sizes = []
+    ours(hidden, weight, bias, targets)
+    assert sizes == expected
+    sizes.clear()
+    scores(hidden, weight, bias, targets)
+    assert max(sizes) == 64
+
+
+def test_another_negative_target_is_an_error(small_chunks):
+    hidden, weight, bias, targets = make(50)
+    targets[20] = -1
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        ours(hidden, weight, bias, targets)
 
 
 def test_an_accelerator_computes_all_logits_at_once_if_they_fit():

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from src.config.errors import UsageError
+from src.models import chunked_cross_entropy
 from src.models import varlen_attention as varlen
 from src.models.model_checks import check_packing
 from src.models.varlen_attention import (
@@ -344,7 +345,7 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
-def test_logits_are_computed_where_there_is_a_target(folder):
+def test_logits_are_computed_where_there_is_a_target(folder, monkeypatch):
     """In training and evaluation; a row without padding and prompt has a target nearly everywhere."""
     row = {"prompt": "def return self", "completion": "import"}
     task, _, batch, _ = open_batch(folder, [row] * 3, dtype="float64")
@@ -352,8 +353,13 @@ def test_logits_are_computed_where_there_is_a_target(folder):
     positions = inputs["target_positions"]
     targets = inputs["targets"].flatten()
     assert torch.equal(targets[positions], targets[targets != -100])
+    seen, original = [], chunked_cross_entropy.sums_from_logits
+    monkeypatch.setattr(
+        chunked_cross_entropy, "sums_from_logits", lambda x, *rest: seen.append(len(x)) or original(x, *rest)
+    )
     for mode in (True, False):
         sums = task.loss(model.train(mode), inputs)
+        assert seen.pop() == len(positions)
         everywhere = task.loss(model, {k: v for k, v in inputs.items() if k != "target_positions"})
         assert {k: v.item() for k, v in sums.items()} == pytest.approx(
             {k: v.item() for k, v in everywhere.items()}, rel=1e-12

@@ -29,7 +29,7 @@ def opened(folder, teacher=None, **fields):
 @pytest.mark.parametrize("alpha, temperature", [(0.0, 1.0), (0.7, 2.0), (1.0, 5.0)])
 def test_loss_and_gradient_equal_those_of_full_logits(folder, monkeypatch, alpha, temperature, heads, packing):
     """In chunks of 16 rows; without a plain head, a model gives logits instead of hidden states."""
-    monkeypatch.setitem(chunked_cross_entropy.CHUNKS, "cpu", (16, 1))
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
     fields = {"distillation_alpha": alpha, "distillation_temperature": temperature, "packing": packing}
     student_config = kit.write_yaml(folder / "gpt2.yaml", kit.EXACT)
     task, splits = opened(folder, model_config=student_config, max_length=64, **fields)

@@ -112,7 +112,7 @@ def full_loss(task, model, rows):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"preference_loss": "ipo"}])
 def test_loss_and_gradient_equal_those_of_full_logits(fields, tmp_path, monkeypatch, options, plain_head):
     """In chunks of 16 rows."""
-    monkeypatch.setitem(chunked_cross_entropy.CHUNKS, "cpu", (16, 1))
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
     words = recipes.SENTENCE.split()
     rows = [
         {"prompt": "the cat", "chosen": " " + " ".join(words[:n]), "rejected": " " + " ".join(words[n : 2 * n + 1])}

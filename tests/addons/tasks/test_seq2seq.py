@@ -84,6 +84,8 @@ def test_loss_is_that_of_transformers_times_tokens(data, tmp_path, name, plain_h
     assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
     assert not batch.inputs["attention_mask"].all()
     assert len(batch.inputs["target_positions"]) == batch.weight < batch.inputs["labels"].numel()
+    nothing = {"target_positions": torch.empty(0, dtype=torch.long)}
+    assert task.loss(model, batch.inputs | nothing)["loss"] == 0  # logits are computed at these positions alone
     unmasked = batch.inputs | {"attention_mask": torch.ones_like(batch.inputs["attention_mask"])}
     assert task.loss(model, unmasked)["loss"].item() != pytest.approx(expected.item(), rel=1e-6)
 

@@ -12,7 +12,7 @@ from tests.models.test_chunked_cross_entropy import memory
 @pytest.mark.parametrize("chunked", [True, False])
 def test_full_logits_never_exist(monkeypatch, chunked):
     """The mutant computes all rows in one chunk."""
-    monkeypatch.setitem(chunked_cross_entropy.CHUNKS, "cpu", (16, 1 if chunked else 1 << 30))
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1 if chunked else 1 << 30)
     torch.manual_seed(0)
     student, teacher = (Scored(torch.randn(512, 11, requires_grad=True), torch.nn.Linear(11, 4096)) for _ in range(2))
     targets = torch.randint(0, 4096, (512,))
