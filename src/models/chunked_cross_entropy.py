@@ -170,9 +170,10 @@ def _add_gradients(sinks: list, inputs: list, targets: torch.Tensor, *rest) -> d
 
 @torch.no_grad()
 def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Do the same for the plain training loss, in less memory, which makes it faster on a CPU.
+    """Return the plain training loss of a chunk, and add its gradients to `sinks`, as `_add_gradients` does.
 
-    The gradient by the logits is written into the memory of the probabilities: it is them, less 1 at the target."""
+    The gradient by the logits (probabilities, less 1 at the target) is computed in the memory of the probabilities. This
+    needs less memory than autograd, so it is faster on a CPU."""
     hidden, weight, bias = inputs
     logits = F.linear(hidden, weight, bias)
     log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
