@@ -23,8 +23,8 @@ from src.text.tokenize_and_pack import IGNORED
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 DEVICE_CHUNK_ELEMENTS = 1 << 25
 # On a CPU, each chunk reads and writes the gradient of the whole head. With a vocabulary of 50,304 and 768 features,
-# chunks of 83 rows take 1.2 times as long as chunks of 256.
-MIN_ROWS_OF_TRAINED_HEAD = 256
+# chunks of 128 rows take 1.2 times as long as chunks of 512.
+MIN_ROWS_OF_TRAINED_HEAD = 512
 # A compiled loss keeps one copy of its logits, in the dtype of the head. Up to this share of an accelerator's memory,
 # all logits of a micro-batch are computed at once; larger ones in chunks of the second share. On an H200, chunks of 2 GB
 # take 4 % longer, of 0.5 GB up to 31 % (docs/performance.md).
@@ -138,19 +138,19 @@ def _sums_by_chunk(rows: int, hidden, targets, weight, bias, options, training: 
     # In 16 bits, the sum over chunks would lose what each of them adds to the gradient of the head.
     dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
     gradients = [torch.zeros_like(x, dtype=d) if on else None for x, d, on in zip(inputs, dtypes, trained, strict=True)]
-    by_formula = training and any(trained) and options.is_plain_loss and hidden.device.type == "cpu"
-    if by_formula and trained[1]:
-        rows = max(rows, MIN_ROWS_OF_TRAINED_HEAD)
+    memory = None
+    if training and any(trained) and options.is_plain_loss and hidden.device.type == "cpu":
+        rows = max(rows, MIN_ROWS_OF_TRAINED_HEAD) if trained[1] else rows
+        memory = torch.empty(min(rows, hidden.shape[0]), weight.shape[0], dtype=dtypes[1])
     parts = []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         leaves[0] = hidden.detach()[part].requires_grad_(trained[0])
         sinks = [g if i or g is None else g[part] for i, g in enumerate(gradients)]
-        if by_formula:
-            sums = _add_gradients_by_formula(sinks, leaves, targets[part])
+        if memory is None:
+            parts.append(_add_gradients(sinks, leaves, targets[part], options, training))
         else:
-            sums = _add_gradients(sinks, leaves, targets[part], options, training)
-        parts.append(sums)
+            parts.append(_add_gradients_by_formula(sinks, leaves, targets[part], memory))
     total = _added(parts)
     if any(trained):
         total["loss"] = _LossWithGradients.apply(total["loss"], gradients, *inputs)
@@ -169,19 +169,22 @@ def _add_gradients(sinks: list, inputs: list, targets: torch.Tensor, *rest) -> d
 
 
 @torch.no_grad()
-def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor, memory) -> dict[str, torch.Tensor]:
     """Return the plain training loss of a chunk, and add its gradients to `sinks`, as `_add_gradients` does.
 
-    The gradient by the logits (probabilities, less 1 at the target) is computed in the memory of the probabilities. This
-    needs less memory than autograd, so it is faster on a CPU."""
+    Logits, probabilities, and the gradient by the logits (probabilities, less 1 at the target) take turns in `memory`:
+    on a CPU, new memory for each of them costs more time than the arithmetic."""
     hidden, weight, bias = inputs
-    logits = F.linear(hidden, weight, bias)
-    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    logits = memory[: len(targets)]
+    dtype = _write_logits(logits, hidden, weight, bias)
     ignored = targets == IGNORED
     index = targets.masked_fill(ignored, 0)[:, None]
-    loss = -log_p.gather(-1, index)[:, 0].masked_fill(ignored, 0).sum()
-    by_logits = log_p.exp_().scatter_add_(-1, index, torch.full_like(index, -1, dtype=log_p.dtype))
-    by_logits = by_logits.index_fill_(0, ignored.nonzero()[:, 0], 0).to(logits.dtype)
+    logits -= logits.amax(-1, keepdim=True)
+    of_target = logits.gather(-1, index)
+    sums = logits.exp_().sum(-1, keepdim=True)
+    loss = (sums.log() - of_target)[:, 0].masked_fill(ignored, 0).sum()
+    by_logits = logits.div_(sums).scatter_add_(-1, index, torch.full_like(of_target, -1))
+    by_logits = by_logits.index_fill_(0, ignored.nonzero()[:, 0], 0).to(dtype)
     for sink, left, right in ((sinks[0], by_logits, weight), (sinks[1], by_logits.T, hidden)):
         if sink is not None and sink.dtype == left.dtype == right.dtype:
             torch.addmm(sink, left, right, out=sink)
@@ -190,6 +193,18 @@ def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor) 
     if sinks[2] is not None:
         sinks[2] += by_logits.sum(0)
     return {"loss": loss}
+
+
+def _write_logits(logits: torch.Tensor, hidden, weight, bias) -> torch.dtype:
+    """Fill `logits`; return the dtype in which they were computed."""
+    if torch.is_autocast_enabled("cpu") or weight.dtype != logits.dtype:
+        product = F.linear(hidden, weight, bias)
+        logits.copy_(product)
+        return product.dtype
+    torch.mm(hidden, weight.T, out=logits)
+    if bias is not None:
+        logits += bias
+    return logits.dtype
 
 
 def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
