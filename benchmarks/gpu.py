@@ -3,7 +3,7 @@
 python benchmarks/gpu.py [CASE …] [--programs ours plain trainer] [--in_turns] [--tiny]   (make bench-gpu CASES="124m 1b")
 
 Each program (gpu_programs.py) trains the model of a case (gpu_cases.py) on the same rows in a process of its own, one
-after the other. With `--in_turns`, all programs of all cases start and warm up at once, then each trains five steps in
+after the other. With `--in_turns`, all programs of all cases start and warm up at once, then each trains some steps in
 turn while the others wait: less time, and the same noise for all, but the device must hold all of them, and their
 starts say nothing. The cases cpu_… are measured on a CPU, in float32, in turns. `--tiny` runs the same code with small
 models, also on a CPU, to see that it works; its figures say nothing.
@@ -22,17 +22,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpu_cases import CASES, Case, tiny
-from gpu_programs import EVERY, PROGRAMS, write_inputs
+from gpu_programs import PROGRAMS, write_inputs
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}  # dense bf16 FLOP/s, of NVIDIA's data sheets
 
 
 class Program:
-    """A process that trains a case. After its warm-up it trains five steps at each `train`."""
+    """A process that trains a case. After its warm-up it trains `case.turn` steps at each `train`."""
 
     def __init__(self, program: str, name: str, case: Case, folder: Path, small: bool):
         self.program, self.name, self.case, self.folder = program, name, case, folder
-        self.times: list[float] = []  # seconds of every five steps after the warm-up
+        self.times: list[float] = []  # seconds of each turn after the warm-up
         self.start, self.peak_gib, self.began = 0.0, None, time.time()
         precision = "no" if case.on_cpu else "bf16"
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": precision} | case.environment
@@ -59,25 +59,25 @@ class Program:
         return False
 
     def train(self) -> bool:
-        """Train five steps; return False if no steps are left or the program has failed."""
+        """Train a turn of steps; return False if no steps are left or the program has failed."""
         with suppress(BrokenPipeError):  # it has ended while it waited
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
         return self.wait()
 
     def result(self) -> dict:
-        """Return seconds per step, tokens and FLOP per second, seconds to the fifth step, and the peak of memory."""
+        """Return seconds per step, tokens and FLOP per second, seconds to the end of the first turn, and the peak of memory."""
         if self.process.wait() or not self.times:
             return {"error": (self.log.read_text().strip().splitlines() or [""])[-1][:200]}
         mean = statistics.mean if self.case.ragged else statistics.median
-        seconds = mean(self.times) / EVERY
+        seconds = mean(self.times) / self.case.turn
         tokens = tokens_per_step(self.folder, self.case)
         values = {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": self.peak_gib}
         return values | {"flops": tokens * flops_per_token(self.case), "start": self.start, "times": self.times}
 
 
 def train_in_turns(programs: list[Program]) -> None:
-    """Warm all programs up at once, then train five steps of each in turn; let them end when all have finished."""
+    """Warm all programs up at once, then train some steps of each in turn; let them end when all have finished."""
     training = [program for program in programs if program.wait()]
     while training:
         training = [program for program in training if program.train()]
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all for a GPU but ragged_…)")
     parser.add_argument("--programs", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument(
-        "--in_turns", action="store_true", help="hold all programs in memory; five steps of each in turn"
+        "--in_turns", action="store_true", help="hold all programs in memory; some steps of each in turn"
     )
     parser.add_argument("--tiny", action="store_true", help="small models, also on a CPU, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the table, results.json and the programs' logs")

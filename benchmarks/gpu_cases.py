@@ -12,7 +12,7 @@ class Case:
     micro_batch: int
     global_batch: int
     steps: int
-    warmup: int = 5  # steps before the clock starts, a multiple of five: compilation, allocation
+    warmup: int = 5  # steps before the clock starts, a multiple of `turn`: compilation, allocation
     ragged: bool = False
     lora: bool = False
     compile: bool = True
@@ -21,6 +21,8 @@ class Case:
     programs: tuple[str, ...] = ("ours", "plain", "trainer")
     against: str = ""
     on_cpu: bool = False  # and in float32
+    turn: int = 5  # steps that a program trains while the others wait
+    workers: int = 2  # processes that read rows for the plain loop and the Trainer
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool = True) -> dict:
@@ -38,6 +40,7 @@ def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
 
 M124 = llama(50304, 768, 2048, 12, 12, 12)
 M12 = llama(32000, 256, 768, 4, 4, 4)
+SMALL = llama(512, 64, 128, 2, 4, 4)
 
 
 def packed(**flags: str) -> Case:
@@ -67,6 +70,7 @@ CASES = {
     "packed_flex": packed(attn_implementation="flex_attention"),
     "cpu_equal": Case(M12, 128, 8, 32, 20, compile=False, on_cpu=True),
     "cpu_ragged": Case(M12, 512, 8, 64, 10, ragged=True, compile=False, on_cpu=True),
+    "cpu_short": Case(SMALL, 64, 8, 8, 2100, warmup=100, compile=False, on_cpu=True, turn=100, workers=0),
     "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=True),
 }
 

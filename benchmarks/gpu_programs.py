@@ -9,7 +9,7 @@ from pathlib import Path
 from gpu_cases import Case
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-EVERY = 5  # steps between two times
+LOGGING_STEPS = 5  # of train.py and the Trainer
 
 
 def write_inputs(case: Case, folder: Path) -> None:
@@ -72,7 +72,7 @@ def pad(rows: list[dict], mask_needed: bool) -> dict:
 
 
 class Clock:
-    """Writes a line to the standard output after every five steps that the device has finished: `step`, `seconds` of
+    """Writes a line to the standard output after every turn of steps that the device has finished: `step`, `seconds` of
     them, `time`, and the peak of memory. After the warm-up it then waits for a line on the standard input, its turn."""
 
     def __init__(self, case: Case):
@@ -85,7 +85,7 @@ class Clock:
         os.dup2(2, 1)  # what the program prints goes to its log
 
     def step_done(self, step: int) -> None:
-        if step % EVERY:
+        if step % self.case.turn:
             return
         if self.cuda:
             self.cuda.synchronize()
@@ -112,7 +112,7 @@ def train_plain(case: Case, folder: Path) -> None:
         rows,
         batch_size=case.micro_batch,
         shuffle=True,
-        num_workers=2,
+        num_workers=case.workers,
         pin_memory=device == "cuda",
         collate_fn=lambda rows: pad(rows, case.ragged),
     )
@@ -153,10 +153,10 @@ def train_trainer(case: Case, folder: Path) -> None:
         max_steps=case.steps,
         optim="adamw_torch_fused",
         learning_rate=1e-4,
-        logging_steps=EVERY,
+        logging_steps=LOGGING_STEPS,
         save_strategy="no",
         report_to=[],
-        dataloader_num_workers=2,
+        dataloader_num_workers=case.workers,
         remove_unused_columns=False,
         use_cpu=clock.cuda is None,
     )
@@ -196,7 +196,7 @@ def ours_flags(case: Case, folder: Path) -> dict:
         "per_device_batch_size": case.micro_batch,
         "max_steps": case.steps,
         "learning_rate": 1e-4,
-        "logging_steps": EVERY,
+        "logging_steps": LOGGING_STEPS,
         "save_steps": 10**6,
         "resume": "never",
         "compile": str(case.compile).lower(),
