@@ -79,4 +79,5 @@ def tiny(case: Case) -> Case:
     """Return the case in a size for a CPU."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
     model = case.model | heads | {"num_hidden_layers": 2, "vocab_size": 512}
-    return replace(case, model=model, longest=64, micro_batch=2, global_batch=4, steps=20, warmup=10, compile=False)
+    size = {"longest": 64, "micro_batch": 2, "global_batch": 4, "steps": 20, "warmup": 10, "turn": 5}
+    return replace(case, model=model, compile=False, **size)

@@ -196,7 +196,7 @@ def _add_gradients_by_formula(sinks: list, inputs: list, targets: torch.Tensor, 
 
 
 def _write_logits(logits: torch.Tensor, hidden, weight, bias) -> torch.dtype:
-    """Fill `logits`; return the dtype in which they were computed: under autocast and with 16-bit weights another one."""
+    """Fill `logits`; return the dtype of the product, under autocast and with 16-bit weights not that of `logits`."""
     if torch.is_autocast_enabled("cpu") or weight.dtype != logits.dtype:
         product = F.linear(hidden, weight, bias)
         logits.copy_(product)
