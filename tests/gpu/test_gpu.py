@@ -1,15 +1,18 @@
 """What only a GPU can show: precisions, fused updates, compiled layers, pinned copies, kernels of attention.
 
 Skipped where there is no GPU; on one: make test-gpu, which runs four at a time (most of their time is the start of 19
-trainings; ARGS='-n 8' where processor and GPU have room).
+trainings; ARGS='-n 8' where processor and GPU have room: about four minutes on 16 cores).
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -46,21 +49,49 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu", script: 
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(kit.REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
-    command = [str(kit.REPOSITORY / script), *flags, "--output_dir", str(folder)]
-    done = subprocess.run(
-        [*launch, str(kit.REPOSITORY / "accelerate_configs" / f"{config}.yaml"), *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    launch += [str(kit.REPOSITORY / "accelerate_configs" / f"{config}.yaml")]
+    text = output([*launch, str(kit.REPOSITORY / script), *flags, "--output_dir", str(folder)], environment)
     run = kit.Run(folder)
-    run.text = done.stdout + done.stderr
+    run.text = text
     run.environment = json.loads((folder / "environment.json").read_text())
     assert run.environment["device"].startswith("cpu" if config == "cpu" else "cuda")
     return run
+
+
+def output(command: list[str], environment: dict, limit: float = 150) -> str:
+    """Return what a command prints; fail if it fails, or with the stacks of its processes if it does not end in time.
+
+    Most commands take 25 to 50 s, ten at a time on 16 cores."""
+    environment = environment | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT then prints the stacks of all threads
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        text, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        end_with_stacks(psutil.Process(process.pid))
+        text, _ = process.communicate()
+        raise AssertionError(f"did not end within {limit} s:\n{text[-10_000:]}") from None
+    assert process.returncode == 0, text[-6000:]
+    return text
+
+
+def end_with_stacks(process: psutil.Process) -> None:
+    """End a process and all that it has started, one by one, so that their stacks do not mix."""
+    family = [*reversed(process.children(recursive=True)), process]
+    for member in family:
+        with suppress(psutil.Error):
+            member.send_signal(signal.SIGABRT)
+            member.wait(5)
+    for member in family:
+        with suppress(psutil.Error):
+            member.kill()
+
+
+def test_endless_command_fails_with_its_stacks(tmp_path):
+    (tmp_path / "endless.py").write_text("import time\n\n\ndef endless():\n    time.sleep(600)\n\n\nendless()\n")
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '{tmp_path}/endless.py'])"
+    with pytest.raises(AssertionError, match=r"(?s)did not end within 10 s.*endless\.py.*in endless"):
+        output([sys.executable, "-c", start], dict(os.environ), limit=10)
 
 
 def losses_agree(run: kit.Run, other: kit.Run, bound: float) -> bool:
@@ -166,7 +197,8 @@ def test_packed_rows_compute_the_numbers_of_a_cpu(recipe, tmp_path, no_waiting):
 
 
 @pytest.mark.parametrize("precision, kernel", [("bf16", "varlen"), ("no", "sdpa")])
-def test_packed_rows_have_attention_by_lengths_in_16_bits(files, tmp_path, precision, kernel):
+def test_packed_rows_have_attention_by_lengths_in_16_bits(files, tmp_path, monkeypatch, precision, kernel):
+    monkeypatch.delenv("ACCELERATE_USE_CPU")  # of tests/conftest.py; on a CPU no packed rows have it
     model = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | HEADS)
     task, _ = kit.open_data(model_config=model, train_file=files / "train.jsonl", packing=True, max_length=128)
     try:
