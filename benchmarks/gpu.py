@@ -4,14 +4,16 @@ python benchmarks/gpu.py [CASE …] [--programs ours plain trainer] [--in_turns]
 
 Each program (gpu_programs.py) trains the model of a case (gpu_cases.py) on the same rows in a process of its own, one
 after the other. With `--in_turns`, all programs of all cases start and warm up at once, then each trains some steps in
-turn while the others wait: less time, and the same noise for all, but the device must hold all of them, and their
-starts say nothing. The cases cpu_… are measured on a CPU, in float32, in turns. `--tiny` runs the same code with small
-models, also on a CPU, to see that it works; its figures say nothing.
+turn while the others wait: less time, and the same noise for all, but their starts say nothing. If the device does not
+hold all of them, train.py takes turns with each peer alone; if it does not hold two, they run one after the other. The
+cases cpu_… are measured on a CPU, in float32, in turns. `--tiny` runs the same code with small models, also on a CPU,
+to see that it works; its figures say nothing.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from gpu_cases import CASES, Case, tiny
 from gpu_programs import PROGRAMS, write_inputs
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}  # dense bf16 FLOP/s, of NVIDIA's data sheets
+OUT_OF_MEMORY = r"(?i)out of memory|ALLOC_FAILED"  # in the log of a program that has failed
 
 
 class Program:
@@ -34,11 +37,13 @@ class Program:
         self.program, self.name, self.case, self.folder = program, name, case, folder
         self.times: list[float] = []  # seconds of each turn after the warm-up
         self.start, self.peak_gib, self.began = 0.0, None, time.time()
+        self.has_ended = False  # before it was told to
         precision = "no" if case.on_cpu else "bf16"
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": precision} | case.environment
         if small or case.on_cpu:
             environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, __file__, name, "--inner", program, "--folder", str(folder), *(["--tiny"] * small)]
+        shutil.rmtree(folder / program, ignore_errors=True)  # what it wrote in an earlier round
         self.log = folder / f"{program}.log"
         with self.log.open("w") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
@@ -56,7 +61,12 @@ class Program:
             print(f"{self.name} {self.program} {line.strip()}", flush=True)
             if done["step"] >= self.case.warmup:
                 return done["step"] < self.case.steps
+        self.has_ended = True
         return False
+
+    def is_out_of_memory(self) -> bool:
+        """Return whether the program has ended because the device had no memory left for it."""
+        return self.has_ended and bool(re.search(OUT_OF_MEMORY, self.log.read_text()))
 
     def train(self) -> bool:
         """Train a turn of steps; return False if no steps are left or the program has failed."""
@@ -67,23 +77,60 @@ class Program:
 
     def result(self) -> dict:
         """Return seconds per step, tokens and FLOP per second, seconds to the end of the first turn, and the peak of memory."""
+        names = {"case": self.name, "program": self.program}
         if self.process.wait() or not self.times:
-            return {"error": (self.log.read_text().strip().splitlines() or [""])[-1][:200]}
+            return names | {"error": (self.log.read_text().strip().splitlines() or [""])[-1][:200]}
         mean = statistics.mean if self.case.ragged else statistics.median
         seconds = mean(self.times) / self.case.turn
         tokens = tokens_per_step(self.folder, self.case)
-        values = {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": self.peak_gib}
+        values = names | {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": self.peak_gib}
         return values | {"flops": tokens * flops_per_token(self.case), "start": self.start, "times": self.times}
 
 
-def train_in_turns(programs: list[Program]) -> None:
-    """Warm all programs up at once, then train some steps of each in turn; let them end when all have finished."""
-    training = [program for program in programs if program.wait()]
+def train_in_turns(programs: list[Program]) -> bool:
+    """Warm all programs up at once, then train some steps of each in turn; let them end when all have finished.
+
+    As soon as one has found no memory on the device, end all and return False."""
+    advance = Program.wait
+    training = programs
     while training:
-        training = [program for program in training if program.train()]
+        remaining = []
+        for program in training:
+            if advance(program):
+                remaining.append(program)
+            elif program.is_out_of_memory():
+                for started in programs:
+                    started.process.kill()
+                    started.process.wait()
+                return False
+        training, advance = remaining, Program.train
     for program in programs:
         with suppress(BrokenPipeError):
             program.process.stdin.close()
+    return True
+
+
+def measure(programs: list[tuple], small: bool) -> list[list[dict]]:
+    """Return the results of programs that trained in turns; round by round, if the device did not hold all at once."""
+    started = [Program(*values, small) for values in programs]
+    if train_in_turns(started) or len(programs) == 1:
+        results = [program.result() for program in started]
+        print(*results, sep="\n", flush=True)
+        return [results]
+    smaller = pairs(programs) if len(programs) > 2 else [[values] for values in programs]
+    print(f"out of memory: {len(programs)} programs at once; now {max(map(len, smaller))}", flush=True)
+    return [results for some in smaller for results in measure(some, small)]
+
+
+def pairs(programs: list[tuple]) -> list[list[tuple]]:
+    """Return train.py with each peer, and its run of a case with its run of the case that this is compared with."""
+    ours = {values[1]: values for values in programs if values[0] == "ours"}
+    together = []
+    for values in programs:
+        program, name, case, _ = values
+        if partner := ours.get(case.against if program == "ours" else name):
+            together.append([partner, values])
+    return together + [[values] for values in programs if not any(values in pair for pair in together)]
 
 
 def tokens_per_step(folder: Path, case: Case) -> float:
@@ -124,20 +171,23 @@ def machine() -> tuple[str, float | None]:
     return f"{device}, {versions}, {time.strftime('%Y-%m-%d')}", peak
 
 
-def table(results: dict[str, dict[str, dict]]) -> str:
-    """Return the results as a Markdown table, with ours against the others."""
+def table(rounds: list[list[dict]]) -> str:
+    """Return the results as a Markdown table, with ours against the others, of the same round if it was there."""
     title, peak = machine()
     lines = [title, "", "| case | program | s a step | tokens/s | TFLOP/s | of peak | peak GiB | start s | ours is |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for name, programs in results.items():
-        for program, r in programs.items():
+    everything = [result for results in rounds for result in results]
+    for results in rounds:
+        for r in results:
+            name, program = r["case"], r["program"]
             if "error" in r:
                 lines.append(f"| {name} | {program} | failed: {r['error']} | | | | | | |")
                 continue
-            flops, ours = r["flops"] / r["seconds"], programs.get("ours", {}).get("tokens_per_second")
-            other = "" if program == "ours" or not ours else f"{ours / r['tokens_per_second']:.2f} ×"
-            if equal := results.get(CASES[name].against, {}).get("ours", {}).get("tokens_per_second"):
-                other = f"{ours / equal:.2f} × {CASES[name].against}"
+            flops, against = r["flops"] / r["seconds"], CASES[name].against
+            ours = speed_of_ours(against if program == "ours" else name, [*results, *everything])
+            other = f"{ours / r['tokens_per_second']:.2f} ×" if program != "ours" and ours else ""
+            if program == "ours" and ours:
+                other = f"{r['tokens_per_second'] / ours:.2f} × {against}"
             memory = "" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
             share = f"{flops / peak:.1%}" if peak else ""
             lines.append(
@@ -147,12 +197,20 @@ def table(results: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
+def speed_of_ours(case: str, results: list[dict]) -> float | None:
+    """Return the tokens per second of train.py in the first of these results that has them."""
+    speeds = [
+        r["tokens_per_second"] for r in results if (r["case"], r["program"]) == (case, "ours") and "error" not in r
+    ]
+    return next(iter(speeds), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all for a GPU but ragged_…)")
     parser.add_argument("--programs", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument(
-        "--in_turns", action="store_true", help="hold all programs in memory; some steps of each in turn"
+        "--in_turns", action="store_true", help="start all programs at once; some steps of each in turn"
     )
     parser.add_argument("--tiny", action="store_true", help="small models, also on a CPU, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the table, results.json and the programs' logs")
@@ -166,7 +224,7 @@ def main() -> None:
     if options.inner:
         [case] = cases.values()
         return PROGRAMS[options.inner](case, options.folder)
-    results: dict[str, dict[str, dict]] = {}
+    rounds: list[list[dict]] = []
     with tempfile.TemporaryDirectory() as temporary:
         groups = [[name] for name in names] if not options.in_turns else [names]
         for group in groups:
@@ -178,19 +236,15 @@ def main() -> None:
             programs = [values for values in programs if values[0] in options.programs]
             together = options.in_turns or all(case.on_cpu for _, _, case, _ in programs)
             for some in [programs] if together else [[values] for values in programs]:
-                started = [Program(*values, options.tiny) for values in some]
-                train_in_turns(started)
-                for program in started:
-                    results.setdefault(program.name, {})[program.program] = result = program.result()
-                    print(f"{program.name} {program.program}: {result}", flush=True)
-                    if options.out:
-                        (options.out / program.name).mkdir(parents=True, exist_ok=True)
-                        shutil.copy(program.log, options.out / program.name)
-    text = table(results)
+                rounds += measure(some, options.tiny)
+                for program, name, _, folder in some if options.out else []:
+                    (options.out / name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(folder / f"{program}.log", options.out / name)
+    text = table(rounds)
     print(text)
     if options.out:
         (options.out / "results.md").write_text(text + "\n")
-        (options.out / "results.json").write_text(json.dumps(results, indent=1))
+        (options.out / "results.json").write_text(json.dumps(rounds, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class Case:
     warmup: int = 5  # steps before the clock starts, a multiple of `turn`: compilation, allocation
     ragged: bool = False
     lora: bool = False
+    recompute: bool = True  # activations, with LoRA: gradient checkpointing
     compile: bool = True
     flags: dict = field(default_factory=dict)  # of train.py alone
     environment: dict = field(default_factory=dict)  # of every program
@@ -43,12 +44,17 @@ M12 = llama(32000, 256, 768, 4, 4, 4)
 SMALL = llama(512, 64, 128, 2, 4, 4)
 
 
+PEERS = ("ours", "plain", "trainer", "trainer_liger")
+RAGGED_PEERS = ("ours", "plain", "trainer", "trainer_rebalance")
+FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}  # as accelerate_configs/gpu_fp8.yaml
+
+
 def packed(**flags: str) -> Case:
     flags = {"packing": "true"} | flags
     return Case(M124, 1024, 32, 128, 20, ragged=True, flags=flags, programs=("ours",), against="124m")
 
 
-RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 15, ragged=True, compile=False)
+RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 25, ragged=True, compile=False)
 
 
 def ragged(**changes) -> Case:
@@ -56,10 +62,15 @@ def ragged(**changes) -> Case:
     return replace(RAGGED, programs=("ours",), against="ragged", **changes)
 
 
+B1 = Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 20, programs=PEERS)
+B8 = Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=True)
+
+
 CASES = {
-    "124m": Case(M124, 1024, 32, 128, 20),
-    "1b": Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 20),
-    "ragged": RAGGED,
+    "124m": Case(M124, 1024, 32, 128, 20, programs=PEERS),
+    "1b": B1,
+    "1b_fp8": replace(B1, environment=FP8, programs=("ours",), against="1b"),
+    "ragged": replace(RAGGED, programs=(*RAGGED_PEERS, "trainer_liger")),
     "ragged_cudnn": ragged(flags={"pad_to_multiple_of": 1}),  # the same rows; attention as torch chooses it
     "ragged_fixed_segments": ragged(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
     "ragged_padded": ragged(flags={"pad_to_multiple_of": 64}),
@@ -69,9 +80,12 @@ CASES = {
     "packed_sdpa": packed(attn_implementation="sdpa"),  # with a mask
     "packed_flex": packed(attn_implementation="flex_attention"),
     "cpu_equal": Case(M12, 128, 8, 32, 20, compile=False, on_cpu=True),
-    "cpu_ragged": Case(M12, 512, 8, 64, 10, ragged=True, compile=False, on_cpu=True),
+    "cpu_ragged": Case(M12, 512, 8, 64, 10, ragged=True, compile=False, on_cpu=True, programs=RAGGED_PEERS),
     "cpu_short": Case(SMALL, 64, 8, 8, 2100, warmup=100, compile=False, on_cpu=True, turn=100, workers=0),
-    "8b_lora": Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=True),
+    "8b_lora": B8,
+    "8b_lora_kept": replace(B8, recompute=False),  # activations are kept: about 87 GiB
+    "8b_lora_kept_2": replace(B8, recompute=False, micro_batch=2),
+    "8b_lora_fp8": replace(B8, environment=FP8, programs=("ours",), against="8b_lora"),
 }
 
 
@@ -80,4 +94,5 @@ def tiny(case: Case) -> Case:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
     model = case.model | heads | {"num_hidden_layers": 2, "vocab_size": 512}
     size = {"longest": 64, "micro_batch": 2, "global_batch": 4, "steps": 20, "warmup": 10, "turn": 5}
-    return replace(case, model=model, compile=False, **size)
+    programs = tuple(name for name in case.programs if name != "trainer_liger")  # its kernels need a GPU
+    return replace(case, model=model, compile=False, programs=programs, **size)

@@ -53,8 +53,9 @@ def build_model(case: Case, folder: Path):
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="bfloat16", device_map=device)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+        if case.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
         return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     return random_model(folder, "float32")
 
@@ -98,7 +99,7 @@ class Clock:
         self.began = time.time()
 
 
-# ---- the three programs ------------------------------------------------------------------------------------------------
+# ---- the programs ------------------------------------------------------------------------------------------------------
 
 
 def train_plain(case: Case, folder: Path) -> None:
@@ -133,8 +134,8 @@ def train_plain(case: Case, folder: Path) -> None:
         clock.step_done(step)
 
 
-def train_trainer(case: Case, folder: Path) -> None:
-    """The Trainer of transformers with its fast options; its defaults where rows are ragged."""
+def train_trainer(case: Case, folder: Path, **best) -> None:
+    """The Trainer of transformers with its fast options and its default sampler; `best` adds options."""
     from datasets import load_dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -144,10 +145,10 @@ def train_trainer(case: Case, folder: Path) -> None:
         def on_step_end(self, args, state, control, **others):
             clock.step_done(state.global_step)
 
+    fast = {"torch_compile": case.compile} | best
     options = TrainingArguments(
         output_dir=str(folder / "trainer"),
         bf16=not case.on_cpu,
-        torch_compile=case.compile,
         per_device_train_batch_size=case.micro_batch,
         gradient_accumulation_steps=case.global_batch // case.micro_batch,
         max_steps=case.steps,
@@ -159,6 +160,7 @@ def train_trainer(case: Case, folder: Path) -> None:
         dataloader_num_workers=case.workers,
         remove_unused_columns=False,
         use_cpu=clock.cuda is None,
+        **fast,
     )
     Trainer(
         model=build_model(case, folder),
@@ -167,6 +169,17 @@ def train_trainer(case: Case, folder: Path) -> None:
         data_collator=lambda rows: pad(rows, case.ragged),
         callbacks=[Times()],
     ).train()
+
+
+def train_trainer_rebalance(case: Case, folder: Path) -> None:
+    """The Trainer, dividing the rows of a step into micro-batches by their cost; it reads all lengths first."""
+    train_trainer(case, folder, train_sampling_strategy="batch_rebalance")
+
+
+def train_trainer_liger(case: Case, folder: Path) -> None:
+    """The Trainer with the kernels of liger-kernel, which torch 2.11 does not compile; ragged rows divided by cost."""
+    strategy = "batch_rebalance" if case.ragged else "random"
+    train_trainer(case, folder, use_liger_kernel=True, torch_compile=False, train_sampling_strategy=strategy)
 
 
 def train_ours(case: Case, folder: Path) -> None:
@@ -203,9 +216,16 @@ def ours_flags(case: Case, folder: Path) -> dict:
     }
     if case.lora:
         adapter = {"type": "lora", "r": 16, "target": "all-linear"}
-        flags |= {"peft": json.dumps(adapter), "dtype": "bfloat16", "gradient_checkpointing": "true"}
+        flags |= {"peft": json.dumps(adapter), "dtype": "bfloat16"}
+        flags |= {"gradient_checkpointing": str(case.recompute).lower()}
     flags |= {"model_name_or_path": folder / "model"} if case.lora else {"model_config": folder / "model.json"}
     return flags | case.flags
 
 
-PROGRAMS = {"ours": train_ours, "plain": train_plain, "trainer": train_trainer}
+PROGRAMS = {
+    "ours": train_ours,
+    "plain": train_plain,
+    "trainer": train_trainer,
+    "trainer_rebalance": train_trainer_rebalance,
+    "trainer_liger": train_trainer_liger,
+}
