@@ -47,12 +47,14 @@ def one_line(error: BaseException, length: int = 300) -> str:
 
 
 @contextmanager
-def errors_of(what: str) -> Iterator[None]:
-    """Within, any exception becomes a UsageError that begins with `what`: for calls of libraries, and of a user's code."""
+def errors_of(*what: object) -> Iterator[None]:
+    """Within, any exception becomes a UsageError that begins with `what`: for calls of libraries, and of a user's code.
+
+    `what` becomes text only then, because the location of a row reads its file."""
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{what}: {one_line(error)}") from error
+        raise UsageError(": ".join([*map(str, what), one_line(error)])) from error
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

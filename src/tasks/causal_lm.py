@@ -105,7 +105,7 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
-        needed, made = self.encoder.choose(examples.column_names, split)
+        needed, made = self.encoder.choose(examples.column_names, split, examples.features)
         made = [*made, "documents"] if self.options.packing else made  # lengths of the documents in a row
         lists = ("input_ids", "labels", "documents")
         return needed, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in made})

@@ -4,19 +4,21 @@ Add a format of rows here: an `_encode_*` generator and its line in `choose`.
 Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from src.config.errors import UsageError
-from src.text.chat import encode_chat, warn_once
-from src.text.tokenize_and_pack import IGNORED, require_text, tokenize_with_bytes
+from src.text.chat import encode_chat
+from src.text.chat_turns import NO_STRUCTS, find_structs, warn_once
+from src.text.tokenize_and_pack import IGNORED, require_text, tokenize_continuation, tokenize_with_bytes
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
-MEANINGFUL += " token_type_ids seq_lengths cu_seqlens tools"
+MEANINGFUL += " token_type_ids seq_lengths cu_seqlens tools label system documents functions chat_template_kwargs"
+MEANINGFUL += " image images audio video videos weight weights sample_weight loss_weight"
 OTHER_FORMATS = {  # columns of a format -> how to convert it
     "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
     "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
@@ -47,12 +49,18 @@ class Encoder:
     text_column: str
     append_eos: bool
 
-    def choose(self, columns: list[str], split: str) -> tuple[list[str], list[str]]:
-        """Choose the format from the columns. Return (columns to read, columns that encode_batch returns)."""
+    structs = NO_STRUCTS  # how the columns of chats are stored
+
+    def choose(self, columns: list[str], split: str, features: Any = None) -> tuple[list[str], list[str]]:
+        """Choose the format from the columns. Return (columns to read, columns that encode_batch returns).
+
+        `features`: the types of the columns, if they are known."""
+        is_rated = getattr((features or {}).get("label"), "dtype", None) == "bool"
+        rating = ("label",) if is_rated else ()  # whether an answer is good, as in rows for KTO
         formats = [  # required columns, optional ones, whether there are labels, generator; the first that fits
             (("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
-            (("messages",), ("tools",), True, self._encode_messages),
-            (("prompt", "completion"), (), True, self._encode_completions),
+            (("messages",), ("tools", *rating), True, self._encode_messages),
+            (("prompt", "completion"), rating, True, self._encode_completions),
             ((self.text_column,), (), False, self._encode_texts),
         ]
         fitting = [each for each in formats if {*each[0]} <= {*columns}]
@@ -69,11 +77,13 @@ class Encoder:
         meaningful = [*MEANINGFUL.split(), *(name for names, *_ in fitting for name in names)]
         if ignored := [name for name in columns if name in meaningful and name not in needed]:
             warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
+        self.structs = find_structs(features, needed)
         self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
         return needed, self.made
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return the encoded columns of a batch of raw rows. An error names the location of the row."""
+        _refuse_bad_answers(batch.get("label") or (), locations)
         rows = [row for document in self.encode(batch, locations) for row in self._rows(document)]
         return {name: [row[name] for row in rows] for name in self.made}
 
@@ -104,8 +114,7 @@ class Encoder:
     def _encode_completions(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for name in ("prompt", "completion"):
             require_text(batch[name], name, locations)
-        # The prompt is tokenized alone, as at generation, and the completion as it follows it: SentencePiece would begin a
-        # text of its own with a space. It is tokenized alone where one token would hold parts of both.
+        # The prompt is tokenized alone, as at generation, and the completion as it follows it.
         prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
         texts = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
         both = tokenize_with_bytes(self.tokenizer, texts)
@@ -115,8 +124,8 @@ class Encoder:
             ids, sizes = whole[0][:end], whole[1][:end]
             if ids[: len(head)] == head:
                 ids, sizes = ids[len(head) :], sizes[len(head) :]
-            else:
-                [(ids, sizes)] = tokenize_with_bytes(self.tokenizer, [completion], add_special_tokens=False)
+            else:  # one token would hold parts of both
+                ids, sizes = tokenize_continuation(self.tokenizer, completion)
             tail, sizes = self._with_eos(ids, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
@@ -130,7 +139,7 @@ class Encoder:
     def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
         tools = batch.get("tools") or [None] * len(locations)
         for chat in zip(batch["messages"], locations, tools, strict=True):
-            yield Document(*encode_chat(self.tokenizer, *chat))
+            yield Document(*encode_chat(self.tokenizer, *chat, self.structs))
 
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
@@ -153,3 +162,13 @@ class Encoder:
                 raise UsageError(
                     f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
                 )
+
+
+def _refuse_bad_answers(ratings: Iterable[bool | None], locations) -> None:
+    """Raise UsageError for the first answer that its row calls bad: a language model would learn to give it."""
+    for i, rating in enumerate(ratings):
+        if rating is False:
+            raise UsageError(
+                f"{locations[i]}: `label` is false: an answer to avoid, which this task would train on: remove such rows, or "
+                "make pairs for task preference"
+            )

@@ -45,6 +45,22 @@ def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tupl
             yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
 
 
+def tokenize_continuation(tokenizer, text: str) -> tuple[list[int], np.ndarray]:
+    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one.
+
+    SentencePiece begins a text with a space, which a continuation does not have. So it is tokenized behind a character
+    whose tokens are then removed, as transformers does where it joins texts; alone, if that changes nothing."""
+    [(alone, sizes)] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
+    for lead in ("\n", ".", ":"):
+        [(lead_ids, _)] = tokenize_with_bytes(tokenizer, [lead], add_special_tokens=False)
+        [(ids, sizes_behind)] = tokenize_with_bytes(tokenizer, [lead + text], add_special_tokens=False)
+        count = len(lead_ids)
+        adds_space = len(tokenizer.decode([*lead_ids, *alone])) > len(tokenizer.decode(ids))
+        if adds_space and lead_ids and ids[:count] == lead_ids:
+            return ids[count:], sizes_behind[count:]
+    return alone, sizes
+
+
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return the number of UTF-8 bytes of `text` per token, from the character spans of the tokens."""
     if not spans:

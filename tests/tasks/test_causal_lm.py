@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
@@ -388,8 +390,41 @@ def test_completion_is_tokenized_as_it_follows_its_prompt(folder):
     pairs = [("def:", "f"), ("def", " return"), ("i", "f")]
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     _, rows, _, _ = open_batch(folder, rows, tokenizer_name=folder / "own")
-    texts = [["▁def", ":", "f", EOS], ["▁def", "▁return", EOS], ["<unk>", "▁f", EOS]]
+    texts = [["▁def", ":", "f", EOS], ["▁def", "▁return", EOS], ["<unk>", "f", EOS]]
     assert [row["input_ids"].tolist() for row in rows] == [[words[word] for word in text] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "prompt, completion", [("Answer: ", "yes"), ("Answer:", " yes"), ("Answer:", "yes"), ("no ", "")]
+)
+def test_prompt_and_completion_are_the_text_of_the_row(folder, prompt, completion):
+    """The mutant tokenizes the completion alone, and trains on "Answer:  yes"."""
+    model = Tokenizer(BPE(unk_token="<unk>"))
+    model.pre_tokenizer, model.decoder = Metaspace(prepend_scheme="always"), MetaspaceDecoder()
+    trainer = BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", EOS], show_progress=False)
+    model.train_from_iterator(["Answer : yes no yes Answer: yes Question: is it so"] * 50, trainer)
+    model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token=EOS)
+    tokenizer.save_pretrained(folder / "pieces")
+    rows = [{"prompt": prompt, "completion": completion}]
+    _, [row], batch, _ = open_batch(folder, rows, tokenizer_name=folder / "pieces")
+    assert tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
+    head = tokenizer(prompt)["input_ids"]
+    assert row["input_ids"].tolist()[: len(head)] == head  # as at generation
+    assert batch.sums["bytes"] == len(completion)
+    if (prompt, completion) == ("Answer: ", "yes"):
+        mutant = head + tokenizer(completion, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(mutant, skip_special_tokens=True) == "Answer:  yes"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_answers_that_are_rated_as_bad_are_refused(folder, chat):
+    """Rows of KTO, whose `label` says whether an answer is good."""
+    row = as_rows(CHATS[1])[0] if chat else {"prompt": "def", "completion": "return"}
+    _, rows, _, _ = open_batch(folder, [row | {"label": True}] * 2)
+    assert len(rows) == 2
+    with pytest.raises(UsageError, match=r"line 2.*`label` is false"):
+        open_batch(folder, [row | {"label": True}, row | {"label": False}])
 
 
 @pytest.mark.parametrize("packing", [True, False])

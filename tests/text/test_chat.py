@@ -1,4 +1,4 @@
-"""Chats: the assistant's turns in the text of any template."""
+"""Chats: the assistant's turns in the text of any template; what a template does not write is refused."""
 
 import json
 
@@ -6,7 +6,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.chat import encode_chat, render_chat, warn_once
+from src.text import chat_spans
+from src.text.chat import encode_chat, render_chat
+from src.text.chat_turns import Structs, read_chat, warn_once
+from src.text.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
 CHAT = [
@@ -23,9 +26,11 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["def f(x)"]))
 
 
-def render(tokenizer, template, *arguments):
+def render(tokenizer, template, messages, tools=None):
+    """Return (text, the characters of each trained turn)."""
     tokenizer.chat_template = template
-    return render_chat(tokenizer, *arguments)
+    text, spans = render_chat(tokenizer, read_chat(messages, tools), template)
+    return text, [(span.begin, span.end) for span in spans]
 
 
 TEMPLATES = {  # and what each writes around an assistant's words
@@ -49,7 +54,7 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
     for words in WORDS:
         say = {"role": "assistant", "content": words}
         for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
-            text, turns = render(tokenizer, template, chat, "row 0")
+            text, turns = render(tokenizer, template, chat)
             assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
             for a, b in turns:
                 assert text[:a].endswith(header)
@@ -58,23 +63,163 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
     assert mutant_failed
 
 
-# ---- templates and chats that are refused ----------------------------------------------------------------------------
+# ---- long chats ------------------------------------------------------------------------------------------------------
+
+
+def long_chat(turns: int) -> list[dict]:
+    """Return a chat with a system's turn, words that repeat, and calls of tools without words."""
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look_up", "arguments": {"n": "5"}}}],
+    }
+    chat = [{"role": "system", "content": "assistant"}]
+    while len(chat) < turns - 4:
+        k = len(chat)
+        chat.append({"role": "user", "content": WORDS[k % 3] + " "})
+        if k % 7 == 0:
+            chat += [call, {"role": "tool", "content": f"{k}"}]
+        chat.append({"role": "assistant", "content": WORDS[k % 5] if WORDS[k % 5].strip() else "fine"})
+    return [*chat, CHAT[0], CHAT[1]]
+
+
+LONG = {name: (template, False) for name, (template, _, _) in TEMPLATES.items()}
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+WITH_CALLS = TEMPLATES["chatml"][0].replace(
+    "{{ message.content }}", "{{ message.content }}" + CALLS.replace("m.", "message.")
+)
+LONG |= {"calls": (WITH_CALLS, True)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_chats_have_the_spans_of_short_ones_in_linear_time(tokenizer, monkeypatch, name):
+    """The mutant renders the chat twice up to each turn, as it is right for a short chat."""
+    template, has_calls = LONG[name]
+    rendered = 0
+
+    def count(turns, *arguments, original=tokenizer.apply_chat_template, **options):
+        nonlocal rendered
+        rendered += len(turns)
+        return original(turns, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    turns = {}
+    for few in (chat_spans.FEW_TURNS, 10**9):
+        monkeypatch.setattr(chat_spans, "FEW_TURNS", few)
+        for length in (40, 160):
+            chat = [
+                turn
+                for turn in long_chat(length)
+                if has_calls or not (turn.get("tool_calls") or turn["role"] == "tool")
+            ]
+            rendered = 0
+            result = render(tokenizer, template, chat)
+            turns[few, length] = rendered, result
+            assert len(result[1]) == sum(turn["role"] == "assistant" for turn in chat)
+    fast, mutant = ((turns[few, 40], turns[few, 160]) for few in (8, 10**9))
+    assert [result for _, result in fast] == [result for _, result in mutant]
+    assert fast[1][0] < 5 * fast[0][0]
+    assert mutant[1][0] > 10 * mutant[0][0]
+
+
+def test_template_that_differs_in_the_middle_of_a_long_chat(tokenizer):
+    """Headers that repeat are looked for; a turn where they differ is rendered."""
+    template = (
+        LOOP + "{% if loop.index == 42 %}<|now|>{% endif %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    chat = [turn for _ in range(30) for turn in CHAT[:2]]
+    text, spans = render(tokenizer, template, chat)
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
+    assert "<|now|>" in text
+
+
+GENERATION = [
+    "{%- generation -%}{{ m.content }}<|endoftext|>{%- endgeneration -%}",
+    "\n  {% generation %}\n{% set words = m.content %}{{ words }}\n  {% endgeneration %}\n",
+    "{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>",
+]
+
+
+@pytest.mark.parametrize("generation", GENERATION)
+def test_turns_that_a_template_marks_are_those_of_transformers(tokenizer, generation):
+    tokenizer.chat_template = (
+        LOOP
+        + "<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        + generation
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    chat = [*CHAT, {"role": "assistant", "content": "für 🙂 "}]
+    ids, labels, sizes = encode_chat(tokenizer, chat, "row 3", None)
+    expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids == expected["input_ids"]
+    assert [label != IGNORED for label in labels] == [bool(target) for target in expected["assistant_masks"]]
+    assert sizes.sum() == len(tokenizer.apply_chat_template(chat, tokenize=False).encode())
+
+
+# ---- turns that are not trained on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [{"train": False}, {"weight": 0}, {"masked": True}, {"loss": 0}, {"training": False}])
+@pytest.mark.parametrize("template", [kit.CHATML, "marks"])
+def test_turns_that_a_row_excludes_are_not_trained_on(tokenizer, template, keys):
+    chat = [CHAT[0], CHAT[1] | keys, CHAT[2], {"role": "assistant", "content": "yes", "weight": 1.0}]
+    text, spans = render(tokenizer, MARKS if template == "marks" else template, chat)
+    assert [text[a:b].replace("<|endoftext|>\n", "") for a, b in spans] == ["yes"]
+    assert "hello" in text
+    assert "weight" not in text
+
+
+def test_training_of_other_roles_is_warned_of(tokenizer, capsys):
+    warn_once.cache_clear()
+    render(tokenizer, kit.CHATML, [CHAT[0] | {"train": True}, CHAT[1] | {"train": True}])
+    assert "only turns of the assistant" in capsys.readouterr().err
+    render(tokenizer, kit.CHATML, [CHAT[0] | {"train": False}, CHAT[1] | {"train": True}])
+    assert not capsys.readouterr().err
+
+
+THINKING = (  # as Qwen 3: reasoning is written in the last turn only
+    LOOP
+    + "<|{{ m.role }}|>{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("reason", [{"reasoning_content": "why"}, {"content": "<think>why</think>yes"}])
+def test_reasoning_of_earlier_turns_may_be_left_out_where_they_are_not_trained_on(tokenizer, reason):
+    answer = {"role": "assistant", "content": "yes"} | reason
+    chat = [CHAT[0], answer, CHAT[2], answer]
+    with pytest.raises(ValueError, match=r"reasoning.* of turn 1, as at inference.*train: false"):
+        render(tokenizer, THINKING, chat)
+    text, [(a, b)] = render(tokenizer, THINKING, [CHAT[0], answer | {"train": False}, CHAT[2], answer])
+    assert text[a:b] == "<think>why</think>yes<|endoftext|>"
+    assert text.count("why") == 1
+
+
+# ---- what a row holds ------------------------------------------------------------------------------------------------
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 GPT = {"role": "gpt", "content": "yes"}
 
-NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
-MARKS = kit.CHATML.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
-UPPER = LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
-LAST = LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
+
+def parts(*kinds: str) -> dict:
+    return {"role": "user", "content": [{"type": kind, "text": f"{kind} of {k}. "} for k, kind in enumerate(kinds)]}
+
+
+def test_parts_of_text_are_joined(tokenizer):
+    """Even under a template that writes strings only, as Qwen 3's."""
+    template = kit.CHATML.replace("m['content']", "m['content'] if m['content'] is string else ''")
+    text, _ = render(tokenizer, template, [parts("text", "text"), *CHAT[1:]])
+    assert "text of 0. text of 1. " in text
+
+
 TOOL_CHAT = (
     LOOP + "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TOOL_CHAT += (
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
-)
-TOOL_CHAT += "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 def called(arguments) -> list[dict]:
@@ -82,32 +227,30 @@ def called(arguments) -> list[dict]:
     return [{"role": "user", "content": 'loads("{}")'}, call, {"role": "tool", "content": "5"}, CHAT[1]]
 
 
-@pytest.mark.parametrize(
-    "template, messages, words",
-    [
-        (kit.CHATML, [CHAT[0], CALL], "`messages`.*tool_calls of turn 1"),
-        (kit.CHATML, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "not write the reasoning_content of turn 1"),
-        (kit.CHATML, [CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "not write the function_call of turn 1"),
-        (kit.CHATML, [CHAT[0], CHAT[1] | {"weight": 0}], "turn 1 has the weight 0"),
-        (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
-        (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
-        (kit.CHATML, [PARTS, *CHAT[1:]], "content of turn 0"),
-        (NO_SYSTEM, [{"role": "system", "content": "be brief"}, *CHAT], "does not write the content of turn 0"),
-        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
-        (UPPER, CHAT[1:2], "`messages`.*generation %}"),
-        (LAST, CHAT, "earlier turns.*--chat_template"),
-    ],
-)
-def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
-    tokenizer.chat_template = template
-    with pytest.raises(UsageError, match=f"row 3: .*{words}"):
-        encode_chat(tokenizer, messages, "row 3", None)
+def test_null_in_arguments_is_a_value(tokenizer):
+    text, _ = render(tokenizer, TOOL_CHAT, called({"city": "Paris", "limit": None}))
+    assert '{"city": "Paris", "limit": null}' in text
 
 
-def test_missing_values_of_a_turn_are_not_written(tokenizer):
-    """Arrow gives all calls the same arguments, which are null where a call has none of that name."""
-    text, _ = render(tokenizer, TOOL_CHAT, called({"city": "Paris", "limit": None}), "row 3")
-    assert '{"city": "Paris"}' in text
+STRUCTS = Structs(anywhere=True, in_arguments=True)
+
+
+def test_null_in_a_struct_is_a_missing_key_or_refused():
+    """Arrow gives all calls the same keys."""
+    chat = called({"city": "Paris"})
+    chat[1]["tool_calls"][0] |= {"id": None}
+    assert read_chat(chat, None, STRUCTS).turns[1]["tool_calls"] == called({"city": "Paris"})[1]["tool_calls"]
+    for structs in (STRUCTS, Structs(anywhere=True)):
+        chat = called({"city": {"name": None}})
+        if structs.in_arguments:
+            with pytest.raises(ValueError, match=r"tool_calls of turn 1 has null for city.name.*JSON text"):
+                read_chat(chat, None, structs)
+        else:
+            assert read_chat(chat, None, structs).turns[1]["tool_calls"] == chat[1]["tool_calls"]
+    tools = [{"name": "f", "strict": None, "parameters": {"x": {"default": None}}}]
+    with pytest.raises(ValueError, match=r"schema of tool 0 has null for x.default"):
+        read_chat(CHAT, tools, STRUCTS)
+    assert read_chat(CHAT, tools).tools == tools
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', "{}"])
@@ -115,7 +258,7 @@ def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokeniz
     """As gpt-oss does, and Mistral: what they refuse to render without a part is no reason to refuse the chat. The quoted
     text of the user is not the arguments."""
     template = TOOL_CHAT if isinstance(arguments, dict) else TOOL_CHAT.replace("| tojson", "")
-    assert len(render(tokenizer, template, called(arguments), "row 3")[1]) == 2
+    assert len(render(tokenizer, template, called(arguments))[1]) == 2
 
 
 def test_tokenizer_with_several_templates(tokenizer):
@@ -130,16 +273,100 @@ def test_tokenizer_with_several_templates(tokenizer):
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])
 def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
-    """Arrow gives all tools the same parameters, which are null where a tool has none of that name."""
-    with pytest.raises(UsageError, match=r"row 3: `messages`.* does not write the `tools`.*--chat_template"):
-        render(tokenizer, kit.CHATML, CHAT, "row 3", tools)
+    with pytest.raises(ValueError, match=r"does not write the `tools`.*--chat_template"):
+        render(tokenizer, kit.CHATML, CHAT, tools)
     template = "{% if tools %}<|tools|>{{ tools | tojson }}\n{% endif %}" + kit.CHATML
-    text, turns = render(tokenizer, template, CHAT, "row 3", tools)
-    head = text.removesuffix(render(tokenizer, kit.CHATML, CHAT, "row 3")[0])
-    assert json.loads(head.removeprefix("<|tools|>"))[0]["function"]["parameters"] == {"x": {"type": "int"}}
+    text, turns = render(tokenizer, template, CHAT, tools)
+    head = text.removesuffix(render(tokenizer, kit.CHATML, CHAT)[0])
+    assert json.loads(head.removeprefix("<|tools|>")) == TOOLS
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
+
+
+# ---- templates and chats that are refused ----------------------------------------------------------------------------
+
+NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
+MARKS = kit.CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+)
+UPPER = LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
+LATER = LOOP + "<|{{ m.role }}|>{{ m.content }}{% if loop.last %}<|endoftext|>{% endif %}{% endfor %}"
+NO_TURN = LOOP + "{% if loop.index != 3 %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+CUT = kit.CHATML.replace("m['content']", "m['content'][1:]")
+PYTHON = TOOL_CHAT.replace("arguments | tojson", "arguments")
+FIRST_ONLY = TOOL_CHAT.replace("arguments | tojson", "arguments.a | tojson")
+THINK_PROMPT = kit.CHATML.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    "template, messages, words",
+    [
+        (kit.CHATML, [CHAT[0], CALL], "`messages`.*tool_calls of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "not write the reasoning_content of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "not write the function_call of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"weight": 0.5}], "turn 1 has `weight` 0.5"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train": "false"}], "turn 1 has `train` 'false'"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train": False, "weight": 1}], "train and weight, which say the opposite"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train_detail": [{"train": False}]}], "turn 1 has `train_detail`"),
+        (kit.CHATML, [CHAT[0] | {"images": ["x.png"]}, CHAT[1]], "turn 0 has `images`"),
+        (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
+        (kit.CHATML, [CHAT[0] | {"content": 5}, CHAT[1]], "content of turn 0 is int"),
+        (kit.CHATML, [parts("text", "image_url"), *CHAT[1:]], "content of turn 0 has parts of type image_url"),
+        (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
+        (kit.CHATML, [CHAT[0], CHAT[1], {"role": "tool", "content": {"a": 1}}], "content of turn 2 as Python code"),
+        (NO_SYSTEM, [SYSTEM, *CHAT], "does not write the content of turn 0"),
+        (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
+        (CUT, CHAT, "does not write the content of turn 1"),
+        (UPPER, CHAT[1:2], "does not write the content of turn 0"),
+        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
+        (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
+        (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
+        (LATER, CHAT, "earlier turns.*--chat_template"),
+        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*opens the assistant's reasoning"),
+    ],
+)
+def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=f"row 3: .*{words.replace('|', '.')}"):
+        encode_chat(tokenizer, messages, "row 3", None)
+
+
+def test_texts_may_be_escaped_as_json_says(tokenizer):
+    template = kit.CHATML.replace("m['content']", "m['content'] | tojson")
+    text, spans = render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": 'say "für"\n'}])
+    assert [text[a:b] for a, b in spans] == ['"say \\"für\\"\\n"<|endoftext|>\n']
+
+
+def test_template_that_compares_names_is_searched_for_texts(tokenizer):
+    """So it writes another text for names with marks."""
+    template = TOOL_CHAT.replace(
+        "{{ m.tool_calls[0].function.name }}", "{% if m.tool_calls[0].function.name == 'f' %}f{% endif %}"
+    )
+    assert len(render(tokenizer, template, called({"city": "Paris"}))[1]) == 2
+    with pytest.raises(ValueError, match="does not write the tool_calls of turn 1"):
+        render(tokenizer, template.replace("arguments | tojson", "arguments.town"), called({"city": "Paris"}))
+
+
+def test_the_location_of_a_row_is_read_only_for_an_error(tokenizer):
+    """It counts the lines of the file: once for each row, time would grow with the square of the rows."""
+    reads = []
+
+    class Location:
+        def __str__(self) -> str:
+            reads.append(1)
+            return "line 7"
+
+    tokenizer.chat_template = kit.CHATML
+    encode_chat(tokenizer, CHAT, Location(), None)
+    assert not reads
+    with pytest.raises(UsageError, match="line 7"):
+        encode_chat(tokenizer, [GPT], Location(), None)
+
+
+GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +376,8 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
         (TEMPLATES["chatml"][0], "generation will not stop"),
         # Rows that are prepared tomorrow would differ, and the run would not resume with them.
         ("{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML, "the chat template writes the date"),
-        (kit.CHATML.replace("m['content']", "m['content'][1:]"), "the chat template changes or drops text"),
+        (GLM, "no target says that the turn ends"),
+        (MARKS, "no target says that the turn ends"),
         (kit.CHATML, ""),
     ],
 )
@@ -160,3 +388,14 @@ def test_warnings(tokenizer, capsys, template, words):
     warnings = capsys.readouterr().err
     assert warnings.count("warning: ") == bool(words)
     assert words in warnings
+
+
+def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
+    warn_once.cache_clear()
+    tokenizer.chat_template = kit.CHATML
+    chat = [CHAT[0] | {"name": "Ann", "id": "a1"}, CHAT[1]]
+    encode_chat(tokenizer, chat, "row 3", None)
+    assert "does not read `name`" in capsys.readouterr().err
+    tokenizer.chat_template = kit.CHATML.replace("{{ m['content'] }}", "{{ m.name or '' }}{{ m['content'] }}")
+    encode_chat(tokenizer, chat, "row 3", None)
+    assert not capsys.readouterr().err

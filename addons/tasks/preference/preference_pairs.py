@@ -6,6 +6,7 @@ Tests: tests/addons/tasks/test_preference.py.
 from typing import Any
 
 from src.config.errors import UsageError
+from src.text.chat_turns import find_structs
 from src.text.encode_rows import Encoder
 from src.text.tokenize_and_pack import IGNORED, require_text
 
@@ -30,6 +31,7 @@ class PairEncoder:
             )
         self.needed += ["tools"] if self.chat and "tools" in columns else []
         encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
+        encoder.structs = find_structs(examples.features, self.needed)
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.

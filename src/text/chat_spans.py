@@ -1,0 +1,170 @@
+"""The characters of each assistant turn in a rendered chat: marked by the template, or found by rendering beginnings.
+
+Tests: tests/text/test_chat.py.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from src.text.chat_texts import Render
+from src.text.chat_turns import Chat
+
+GENERATION = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")  # as transformers finds it
+END_GENERATION = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+GENERATED = re.compile("\ue003(.*?)\ue004", re.DOTALL)
+MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
+FEW_TURNS = 8  # longer chats are rendered a few times, not twice for each turn
+OTHER_TEMPLATE = (
+    "give --chat_template FILE with a plain template, or one that marks them with {% generation %}, or train on the last "
+    "turn only, by `train: false` in the earlier ones"
+)
+
+
+class Span(NamedTuple):
+    """The characters of an assistant's turn, without its header; `turn` is -1 if the template alone knows."""
+
+    begin: int
+    end: int
+    turn: int
+
+
+def marks_turns(template: str) -> bool:
+    """Return True if the template marks what the assistant says with {% generation %}."""
+    return bool(GENERATION.search(template))
+
+
+def marked_spans(render: Render, chat: Chat, text: str, template: str) -> list[Span]:
+    """Return the spans between {% generation %} and {% endgeneration %}, of trained turns only.
+
+    transformers finds them, too, but its time grows with the square of the turns."""
+    # A scope of its own, as the block is: a variable that is set in it ends with it.
+    template = GENERATION.sub(lambda tag: f"{{%{tag[1]} with %}}\ue003{{% set marked = true {tag[2]}%}}", template)
+    template = END_GENERATION.sub(
+        lambda tag: f"{{%{tag[1]} set marked = false %}}\ue004{{% endwith {tag[2]}%}}", template
+    )
+    marked = render(chat.turns, chat_template=template)
+    if GENERATED.sub(r"\1", marked) != text:
+        raise ValueError(
+            "what stands between {% generation %} and {% endgeneration %} cannot be found: use them once a turn"
+        )
+    found = [(match.start() - 2 * k, match.end() - 2 * k - 2) for k, match in enumerate(GENERATED.finditer(marked))]
+    answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if len(answers) == len(found):
+        spans = [Span(*bounds, i) for bounds, i in zip(found, answers, strict=True)]
+        return [span for span in spans if chat.is_trained[span.turn]]
+    trained = [chat.is_trained[i] for i in answers]
+    if not all(trained):
+        raise ValueError(
+            f"turn {answers[trained.index(False)]} is not to be trained on, but the chat template marks {len(found)} parts of "
+            f"{len(answers)} turns of the assistant, so it is not known which: use {{% generation %}} once a turn"
+        )
+    return [Span(*bounds, -1) for bounds in found]
+
+
+def rendered_spans(render: Render, chat: Chat, text: str, first_texts: dict[int, int]) -> list[Span]:
+    """Return the span of each assistant turn that is trained on: after its header, to the header of the next turn.
+
+    Raise ValueError for a template that changes earlier turns when later ones follow. `first_texts`: see find_texts."""
+    answers = [i for i, trained in enumerate(chat.is_trained) if trained]
+    if len(chat.turns) > FEW_TURNS:
+        spans = _repeated_spans(render, chat, text, first_texts, answers)
+        if spans is not None:
+            return spans
+    return [_rendered_span(render, chat, text, i) for i in answers]
+
+
+# ---- by rendering the chat up to a turn ------------------------------------------------------------------------------
+
+
+def _rendered_span(render: Render, chat: Chat, text: str, i: int) -> Span:
+    """Return the span of turn `i`: from the end of the generation prompt to the end of the chat up to this turn."""
+    after = render(chat.turns[: i + 1])
+    before, generation_prompt = _text_before(render, chat.turns[:i], chat.turns[i], after)
+    if not text.startswith(after):
+        raise ValueError(
+            "the chat template changes earlier turns when later ones follow, so the assistant's turns cannot be found: "
+            + OTHER_TEMPLATE
+        )
+    if not after.startswith(before):
+        opens = (
+            " It opens the assistant's reasoning: give each turn its reasoning_content."
+            if "<think>" in generation_prompt
+            else ""
+        )
+        raise ValueError(
+            f"turn {i} of the assistant does not begin with the generation prompt {generation_prompt!r}, after which the "
+            f"model answers: give --chat_template FILE whose prompt is what stands before its words.{opens}"
+        )
+    return Span(len(before), len(after), i)
+
+
+def _text_before(render: Render, earlier: list[dict], turn: dict, after: str) -> tuple[str, str]:
+    """Return the text before the assistant's content, header included, and the template's generation prompt.
+
+    The prompt is the header. Without one, MARK replaces the content to find where it begins. `after` is the text up to
+    the end of the turn."""
+    asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
+    plain = render(asked, add_generation_prompt=False)
+    prompt = render(asked, add_generation_prompt=True)
+    header = prompt.removeprefix(plain)
+    begin, mark, _ = render([*earlier, turn | {"content": MARK}]).partition(MARK)
+    if earlier and (header or not begin.startswith(plain.rstrip())):
+        return prompt, header
+    if header and mark:  # the assistant speaks first, so only text of the template itself is before the header
+        begin = begin.rpartition(header)[0] + header
+    if not mark or not after.startswith(begin):
+        raise ValueError(
+            "the beginning of the assistant's content cannot be found: mark it in the template with {% generation %} "
+            "and {% endgeneration %}"
+        )
+    return (begin if header else begin.rstrip(" ")), header  # else the first token may include the space before it
+
+
+# ---- chats of many turns ---------------------------------------------------------------------------------------------
+
+
+def _repeated_spans(
+    render: Render, chat: Chat, text: str, first_texts: dict[int, int], answers: Sequence[int]
+) -> list[Span] | None:
+    """Return the spans of many turns in a few renderings, or None if they cannot be found so.
+
+    Between the border of two turns and the first text of the second one stands a header, the same for all turns of that
+    role after that role. It is learned by rendering the chat up to the first such turn, and looked for before the first
+    texts of the others. The turns in the middle and at the end, where a template would differ, are rendered as well."""
+    if not first_texts:
+        return None
+    roles = [turn["role"] for turn in chat.turns]
+    last = len(roles) - 1
+    headers: dict[tuple[str, ...], dict[str, int]] = {}  # header -> characters from its turn's begin to its first text
+    borders: dict[tuple[str, ...], dict[str, int]] = {}
+    proved = {answers[len(answers) // 2], answers[-1]} if answers else set()
+    spans = []
+    for i in answers:
+        known_headers = headers.setdefault(tuple(roles[max(0, i - 1) : i + 1]), {})
+        known_borders = borders.setdefault(tuple(roles[i : i + 2]), {})
+        begin = _find_before(text, first_texts.get(i), known_headers)
+        end = len(text) if i == last else _find_before(text, first_texts.get(i + 1), known_borders)
+        if begin is None or end is None or i in proved:
+            span = _rendered_span(render, chat, text, i)
+            if begin not in (None, span.begin) or end not in (None, span.end):
+                return None
+            begin, end = span.begin, span.end
+            if len(known_headers) + len(known_borders) > FEW_TURNS or i not in first_texts:
+                return None
+            border = len(render(chat.turns[:i])) if i else 0
+            known_headers[text[border : first_texts[i]]] = first_texts[i] - begin
+            if i < last and i + 1 in first_texts:
+                known_borders[text[end : first_texts[i + 1]]] = first_texts[i + 1] - end
+        spans.append(Span(begin, end, i))
+    return spans
+
+
+def _find_before(text: str, first_text: int | None, headers: dict[str, int]) -> int | None:
+    """Return where the longest header before `first_text` says that the turn begins; None if none stands there."""
+    if first_text is None:
+        return None
+    for header in sorted(headers, key=len, reverse=True):
+        if text.endswith(header, 0, first_text):
+            return first_text - headers[header]
+    return None
