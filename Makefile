@@ -111,8 +111,9 @@ format: .venv/done ## fix style and formatting
 	$(VENV)/ruff check --fix .
 	$(VENV)/ruff format .
 
-bench: .venv/done ## measure the loop against a plain loop
+bench: .venv/done ## measure the loop against a plain loop, and the preparation of rows
 	$(VENV)/python benchmarks/loop.py $(ARGS)
+	$(VENV)/python benchmarks/preparation.py
 
 bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled loop and the Trainer; CASES='124m 1b'
 	$(VENV)/python benchmarks/gpu.py $(CASES) $(ARGS)

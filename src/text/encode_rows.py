@@ -6,6 +6,7 @@ Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,13 @@ import numpy as np
 from src.config.errors import UsageError
 from src.text.chat import encode_chat
 from src.text.chat_turns import NO_STRUCTS, find_structs, warn_once
-from src.text.tokenize_and_pack import IGNORED, require_text, tokenize_continuation, tokenize_with_bytes
+from src.text.tokenize_and_pack import (
+    IGNORED,
+    find_lead,
+    require_text,
+    tokenize_continuation,
+    tokenize_with_bytes,
+)
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
@@ -125,10 +132,14 @@ class Encoder:
             if ids[: len(head)] == head:
                 ids, sizes = ids[len(head) :], sizes[len(head) :]
             else:  # one token would hold parts of both
-                ids, sizes = tokenize_continuation(self.tokenizer, completion)
+                ids, sizes = tokenize_continuation(self.tokenizer, completion, self._lead)
             tail, sizes = self._with_eos(ids, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
+
+    @cached_property
+    def _lead(self) -> str:
+        return find_lead(self.tokenizer)
 
     def _with_eos(self, ids: list[int], sizes: np.ndarray) -> tuple[list[int], np.ndarray]:
         eos = self.tokenizer.eos_token_id

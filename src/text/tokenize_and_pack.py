@@ -45,20 +45,29 @@ def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tupl
             yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
 
 
-def tokenize_continuation(tokenizer, text: str) -> tuple[list[int], np.ndarray]:
-    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one.
+def find_lead(tokenizer) -> str:
+    """Return a character after which the tokenizer adds no space, if it begins a text with one; else an empty text.
 
-    SentencePiece begins a text with a space, which a continuation does not have. So it is tokenized behind a character
-    whose tokens are then removed, as transformers does where it joins texts; alone, if that changes nothing."""
-    [(alone, sizes)] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
+    SentencePiece begins a text with a space, so the text after another one has to be tokenized behind something."""
     for lead in ("\n", ".", ":"):
-        [(lead_ids, _)] = tokenize_with_bytes(tokenizer, [lead], add_special_tokens=False)
-        [(ids, sizes_behind)] = tokenize_with_bytes(tokenizer, [lead + text], add_special_tokens=False)
-        count = len(lead_ids)
-        adds_space = len(tokenizer.decode([*lead_ids, *alone])) > len(tokenizer.decode(ids))
-        if adds_space and lead_ids and ids[:count] == lead_ids:
-            return ids[count:], sizes_behind[count:]
-    return alone, sizes
+        for word in ("a", "e", "1", "yes"):
+            alone, lead_ids, both = (
+                tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word, lead, lead + word)
+            )
+            if lead_ids and both[: len(lead_ids)] == lead_ids and both[len(lead_ids) :] != alone:
+                return lead
+    return ""
+
+
+def tokenize_continuation(tokenizer, text: str, lead: str) -> tuple[list[int], np.ndarray]:
+    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one. `lead`: see find_lead."""
+    texts = [text, lead, lead + text] if lead else [text]
+    alone, *others = tokenize_with_bytes(tokenizer, texts, add_special_tokens=False)
+    if others:
+        (lead_ids, _), (ids, sizes) = others
+        if ids[: len(lead_ids)] == lead_ids:
+            return ids[len(lead_ids) :], sizes[len(lead_ids) :]
+    return alone
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
