@@ -10,7 +10,7 @@ import numpy as np
 
 from src.config.errors import UsageError, errors_of
 from src.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
-from src.text.chat_texts import check_parts, find_texts
+from src.text.chat_texts import check_parts, choose_render, find_texts
 from src.text.chat_turns import NO_STRUCTS, Chat, Structs, read_chat, warn_of_unread_keys, warn_once
 from src.text.tokenize_and_pack import IGNORED, token_bytes
 
@@ -41,7 +41,7 @@ def render_chat(tokenizer: Any, chat: Chat, template: str) -> tuple[str, list[Sp
     """Return a chat as text, and the characters of each assistant turn that is trained on.
 
     Raise ValueError if the template does not write a part of the chat, or does not show where a turn begins and ends."""
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=chat.tools)
+    render = choose_render(functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=chat.tools), chat)
     text = render(chat.turns)
     check_parts(render, chat, text)
     first_texts = find_texts(render, chat, text)

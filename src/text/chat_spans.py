@@ -87,14 +87,11 @@ def _rendered_span(render: Render, chat: Chat, text: str, i: int) -> Span:
             + OTHER_TEMPLATE
         )
     if not after.startswith(before):
-        opens = (
-            " It opens the assistant's reasoning: give each turn its reasoning_content."
-            if "<think>" in generation_prompt
-            else ""
-        )
+        opens = "<think>" in generation_prompt and "</think>" not in generation_prompt
+        hint = ", or give each turn its reasoning_content, which the prompt opens" if opens else ""
         raise ValueError(
             f"turn {i} of the assistant does not begin with the generation prompt {generation_prompt!r}, after which the "
-            f"model answers: give --chat_template FILE whose prompt is what stands before its words.{opens}"
+            f"model answers: give --chat_template FILE whose prompt is what stands before its words{hint}"
         )
     return Span(len(before), len(after), i)
 

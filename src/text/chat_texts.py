@@ -50,8 +50,27 @@ def find_texts(render: Render, chat: Chat, rendered: str) -> dict[int, int]:
     for k, text in enumerate(texts):
         has_another_name = text.is_reasoning and (text.turn, text.text) in reasoning_written
         if k not in written and not has_another_name:
-            _refuse(chat, text)
+            _refuse(chat, text, [texts[k] for k in written])
     return first
+
+
+def choose_render(render: Render, chat: Chat) -> Render:
+    """Return `render`, or for a template that takes only lists of parts, as those for images, one that gives it these."""
+
+    def render_parts(turns: list[dict], **options: Any) -> str:
+        return render([_with_parts(turn) for turn in turns], **options)
+
+    texts = [turn["content"].strip() for turn in chat.turns if isinstance(turn["content"], str)]
+    first = next(filter(None, texts), "")
+    if first in (_render_or_none(render, chat.turns) or ""):
+        return render
+    return render_parts if first in (_render_or_none(render_parts, chat.turns) or "") else render
+
+
+def _with_parts(turn: dict) -> dict:
+    """Return a turn with its text as a list of one part."""
+    content = turn["content"]
+    return turn | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
 
 
 def check_parts(render: Render, chat: Chat, rendered: str) -> None:
@@ -172,17 +191,16 @@ def _check_by_search(chat: Chat, texts: list[Text], rendered: str) -> None:
         if begin >= 0:
             end = begin + len(text.text) if text.is_content else end
         elif not any(way in rendered for way in ways):
-            _refuse(chat, text)
+            _refuse(chat, text, [other for other in texts if other.text in rendered])
 
 
-def _refuse(chat: Chat, text: Text) -> None:
+def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
     """Raise ValueError for a text that the template does not write, but for reasoning of a turn that is not trained on."""
     is_answer = chat.turns[text.turn]["role"] == "assistant"
     if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
         return
     what = f"the chat template does not write the {text.name} of turn {text.turn}"
-    later = any(turn["role"] == "assistant" for turn in chat.turns[text.turn + 1 :])
-    if text.is_reasoning and later:
+    if text.is_reasoning and any(other.is_reasoning and other.turn > text.turn for other in written):
         raise ValueError(
             f"{what}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
             "`train: false` in the earlier ones, or give --chat_template FILE with a template that writes it"

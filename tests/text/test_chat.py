@@ -214,6 +214,19 @@ def test_parts_of_text_are_joined(tokenizer):
     assert "text of 0. text of 1. " in text
 
 
+def test_template_that_takes_only_parts_gets_them(tokenizer):
+    """As those for images and text: SmolVLM's writes nothing for a string, LLaVA's fails."""
+    for write in ("{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content[0]['text'] }}"):
+        template = kit.CHATML.replace("{{ m['content'] }}", write)
+        assert render(tokenizer, template, [parts("text"), *CHAT[1:]])[0].count("text of 0.") == 1
+
+
+def test_reasoning_that_is_never_written_is_not_a_matter_of_the_last_turn(tokenizer):
+    answer = CHAT[1] | {"reasoning_content": "why"}
+    with pytest.raises(ValueError, match=r"reasoning_content of turn 1: remove it"):
+        render(tokenizer, kit.CHATML, [CHAT[0], answer, CHAT[2], answer])
+
+
 TOOL_CHAT = (
     LOOP + "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
     "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
@@ -325,7 +338,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
         (LATER, CHAT, "earlier turns.*--chat_template"),
-        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*opens the assistant's reasoning"),
+        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*reasoning_content, which the prompt opens"),
     ],
 )
 def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
