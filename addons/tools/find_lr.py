@@ -15,7 +15,7 @@ from statistics import median
 from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
-from src.config.fields import declared_options, option, read_words
+from src.config.fields import AS_GIVEN, declared_options, option, read_words
 from src.data import data_loader, dataset
 from src.distributed import backends
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -42,7 +42,7 @@ class RangeTest:
     start_lr: float = option("learning rate of the first update", 1e-7, above=0)
     end_lr: float = option("learning rate of the last update, unless the loss diverges before", 10.0, above=0)
     updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
-    curve: str | None = option("write the numbers of the curve to this JSON file")
+    curve: str | None = option("write the numbers of the curve to this JSON file", is_path=AS_GIVEN)
 
     def rate(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0."""

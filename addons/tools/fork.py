@@ -21,7 +21,7 @@ import yaml
 
 from src.config.addons import addon_names
 from src.config.errors import UsageError, did_you_mean
-from src.config.paths import REPOSITORY, SCHEMA_FILE
+from src.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS
 
@@ -134,12 +134,12 @@ def names_one(file: str, gone: set[str]) -> bool:
 def main(argv: list[str]) -> None:
     """Make the copy, and put all files into a new git repository."""
     parser = argparse.ArgumentParser(prog="make fork", description="Copy this template for a project of its own.")
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target")
     parser.add_argument("--tasks", nargs="*", default=[])
     parser.add_argument("--addons", nargs="*", default=[])
     parser.add_argument("--name", default="")
     args = parser.parse_args(argv)
-    target = args.target.absolute()
+    target = Path(path_of_flag(args.target, "DEST")).absolute()
     kept = fork(target, args.tasks, args.addons, args.name or target.name)
     for words in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *words], cwd=target, check=True, stdout=subprocess.DEVNULL)

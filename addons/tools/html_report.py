@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from src.config.errors import UsageError
+from src.config.paths import path_of_flag
 from src.runtime.exit_codes import run_main
 from src.storage import jsonl
 from src.storage.atomic_folder import rewrite
@@ -39,7 +40,7 @@ td:first-child { opacity: .7 } td + td { overflow-wrap: anywhere }
 def main(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-"):
         raise UsageError("give one run folder, or several: make report RUN=runs/NAME, make report RUNS='runs/A runs/B'")
-    print(write(*map(Path, argv)))
+    print(write(*(Path(path_of_flag(word, "RUN")) for word in argv)))
 
 
 def write(*folders: Path) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 
 from src.config import parsing
 from src.config.errors import UsageError
+from src.config.paths import path_of_flag
 from src.data.batch_plan import PlanConfig, hash_ids, plan
 from src.data.data_loader import plan_config
 from src.data.dataset import prepare_datasets
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
     """Print the first difference between a run and its plan, or another run; return 1 if there is one, else 0."""
     if not 1 <= len(argv) <= 2 or argv[0].startswith("-"):
         raise UsageError("give one run folder, or two: make ledger RUN=folder [OTHER=folder]")
-    folders = [Path(word) for word in argv]
+    folders = [Path(path_of_flag(word, flag)) for word, flag in zip(argv, ("RUN", "OTHER"), strict=False)]
     if difference := compare(*folders):
         print(difference)
         return 1

@@ -17,6 +17,7 @@ import numpy as np
 
 from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.config.paths import path_of_flag
 from src.data import data_loader, dataset
 from src.data.batch_plan import training_order
 from src.data.prepared_split import data_notes, format_stats
@@ -33,7 +34,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere } mark { background: #4a84;
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, epilog="and all flags of train.py")
     parser.add_argument("--rows", type=int, default=10, help="rows to show (default: 10)")
-    parser.add_argument("--page", type=Path, help="write them to this HTML file (default: none)")
+    parser.add_argument("--page", help="write them to this HTML file (default: none)")
     own, rest = parser.parse_known_args(argv)
     cfg, options = parsing.parse(parsing.with_default_config(rest), OPTIONS)
     validation.check(cfg, options)
@@ -42,7 +43,10 @@ def main(argv: list[str]) -> None:
     print("".join(f"\033[32m{text}\033[0m" if trained else text for text, trained in parts))
     if own.page:
         marked = [(html.escape(text), trained) for text, trained in parts]
-        rewrite(own.page, PAGE + "".join(f"<mark>{text}</mark>" if trained else text for text, trained in marked))
+        rewrite(
+            Path(path_of_flag(own.page, "--page")),
+            PAGE + "".join(f"<mark>{text}</mark>" if trained else text for text, trained in marked),
+        )
 
 
 def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str, bool]]:

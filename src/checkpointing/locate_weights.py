@@ -16,7 +16,7 @@ from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import ASK
-from src.config.paths import REPOSITORY, locate, read_yaml
+from src.config.paths import REPOSITORY, locate, path_of_flag, read_yaml
 from src.config.schema import RunConfig
 from src.storage import verify_hashes
 from src.tasks import OPTIONS
@@ -93,6 +93,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     if both := given & {"model_name_or_path", "model_config"}:
         raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
+    name = path_of_flag(name, "--checkpoint")
     weights = locate_weights(name, "checkpoint")
     if (weights / "state.json").exists():
         state = read_state(weights)

@@ -14,21 +14,24 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     with_config,
 )
 from typing_extensions import TypedDict
 
 from src.config.errors import did_you_mean, one_line
-from src.config.paths import Loader
+from src.config.paths import Loader, check_length, expand
 
 ASK = "ask"
+AS_GIVEN = "as given"
 Auto = Literal["auto"]
 
 
@@ -51,7 +54,9 @@ class Option:
     # eval.py ignores the value and names the flag to give. None: ASK for a task's option, False for a RunConfig field.
     from_checkpoint: bool | str | Callable[[Any], bool] | None = None
     may_be_empty: bool = False  # True if --flag "" is a valid value
-    is_path: bool = False  # may name a local file or folder; config.yaml then records the absolute path
+    # May name a local file or folder, so ~ and $NAME are expanded. With True, config.yaml records the absolute path; with
+    # AS_GIVEN, the name: of an output, and of what a resumed run compares by its name.
+    is_path: bool | str = False
     group: str = ""  # heading in --help; a field without a group belongs to the group of the field above
 
 
@@ -100,6 +105,12 @@ def _mapping(value: Any) -> Any:
     return value
 
 
+def _path(value: str, info: ValidationInfo) -> str:
+    """Return the name of a file or folder, expanded if the user gave it: one from a checkpoint may be anyone's."""
+    is_from_user = info.context is not None and info.context["from_user"]
+    return check_length(expand(value) if is_from_user else value)
+
+
 def as_list(value: Any) -> list:
     """Return a list unchanged, and any other value as a list with one item."""
     return value if isinstance(value, list) else [value]
@@ -108,16 +119,17 @@ def as_list(value: Any) -> list:
 # ---- the values of the mappings `mixture` and `parameter_groups` -----------------------------------------------------
 
 Name = Annotated[str, Field(min_length=1)]
-Names = Annotated[list[Name], BeforeValidator(as_list)]
+PathName = Annotated[Name, AfterValidator(_path)]
+PathNames = Annotated[list[PathName], BeforeValidator(as_list)]
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Source(TypedDict, total=False):
     """One dataset of `mixture`."""
 
-    train_file: Names
-    validation_file: Names
-    dataset_name: Name
+    train_file: PathNames
+    validation_file: PathNames
+    dataset_name: PathName
     dataset_config_name: Name
     dataset_revision: Name
     dataset_split: Name
@@ -151,7 +163,8 @@ def _with_rules(type_: Any, rules: Option) -> Any:
     if rules.choices:
         return Annotated[Literal[rules.choices], BeforeValidator(_text)]  # pyrefly: ignore
     if type_ is str:  # constraints stand before readers, so that the JSON schema shows them
-        return Annotated[str, Field(min_length=None if rules.may_be_empty else 1), BeforeValidator(_text)]
+        text = Annotated[str, Field(min_length=None if rules.may_be_empty else 1), BeforeValidator(_text)]
+        return Annotated[text, AfterValidator(_path)] if rules.is_path else text  # pyrefly: ignore
     if type_ is dict:
         values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
         return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
@@ -199,10 +212,12 @@ def read_words(kind: type, name: str, words: list[str]) -> Any:
     return read_value(kind, name, words[0])
 
 
-def read_value(kind: type, name: str, value: Any) -> Any:
-    """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid."""
+def read_value(kind: type, name: str, value: Any, from_user: bool = True) -> Any:
+    """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid.
+
+    `from_user` is False for a value of a checkpoint."""
     try:
-        return _adapter(kind, name).validate_python(value)
+        return _adapter(kind, name).validate_python(value, context={"from_user": from_user})
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
         in_mapping = dict in get_args(field_types(kind)[name])

@@ -36,7 +36,7 @@ def show_help(argv: list[str]) -> None:
     """Print the help of the task of --task, or of the run file of --config, and exit."""
     # src/__init__.py calls this, so no import here takes long.
     from src.config.errors import UsageError
-    from src.config.paths import SCHEMA_FILE, read_yaml
+    from src.config.paths import SCHEMA_FILE, path_of_flag, read_yaml
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "task", "help"):
@@ -44,7 +44,7 @@ def show_help(argv: list[str]) -> None:
     given, _ = parser.parse_known_args(argv[1:])
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     try:
-        in_file = read_yaml(given.config).get("task") if given.config else None
+        in_file = read_yaml(path_of_flag(given.config, "--config")).get("task") if given.config else None
     except UsageError as error:
         parser.exit(2, f"error: {error}\n")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head

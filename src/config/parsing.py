@@ -23,7 +23,7 @@ from src.config.addons import (
 from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, read_value, read_words
 from src.config.help_text import run_file_schema
-from src.config.paths import locate, read_yaml
+from src.config.paths import locate, path_of_flag, read_yaml
 from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
 
@@ -127,8 +127,11 @@ def parse(
             errors.append(f"{source}{_explain_unknown(name, task, tasks, types)}")
         elif value not in NOTHING or not (type(None) in get_args(types[name]) or name in DATA_FILES):
             try:
-                read = read_words if source == "--" else read_value
-                values[name] = read(core_type if name in field_types(core_type) else options_type, name, value)
+                kind = core_type if name in field_types(core_type) else options_type
+                if source == "--":
+                    values[name] = read_words(kind, name, value)
+                else:
+                    values[name] = read_value(kind, name, value, from_user=source != "")
             except ValueError as error:
                 choice = value[0] if isinstance(value, list) and len(value) == 1 else value
                 errors.append(f"{source}{missing_addon(name, choice) or error}")
@@ -206,7 +209,7 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     paths = flags.pop("config", [""])
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
-    return flags, paths[0] or None
+    return flags, path_of_flag(paths[0], "--config") or None
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
     sources = [values, *(values["mixture"] or {}).values()]
     for source in sources:
         for name, value in source.items():
-            if name in rules and rules[name].is_path and value:
+            if name in rules and rules[name].is_path is True and value:
                 source[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)
     values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

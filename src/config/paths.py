@@ -1,10 +1,11 @@
-"""Names of files, folders and data: lookup, allowlists for names from a checkpoint; reader of YAML and JSON files.
+"""Names of files, folders and data: ~ and $NAME, lookup, allowlists for names from a checkpoint; YAML and JSON files.
 
-Tests: tests/config/test_config.py, tests/config/test_foreign_code.py.
+Tests: tests/config/test_paths.py, tests/config/test_config.py, tests/config/test_foreign_code.py.
 """
 
 import glob
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,65 @@ from src.config.errors import UsageError, did_you_mean
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEMA_FILE = REPOSITORY / "configs" / "schema.json"  # written by make schema
 STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # other schemes may run code
+VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)", re.ASCII)
+MARGIN = 256  # bytes of a path that files within a run folder need
+DIFFERS_BY_PROCESS = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}  # all processes need the same names
+
+
+# ---- names that the user gives ---------------------------------------------------------------------------------------
+
+
+def expand(name: str) -> str:
+    """Return a name with the home folder for ~ and the values of $NAME and ${NAME}, as a shell does; a URL unchanged.
+
+    Raise ValueError for a variable without a value, and for a ~ that stands for no home folder."""
+    if "://" in name:  # it must not carry a secret of the environment to another host
+        return name
+    variables = [variable.strip("{}") for variable in VARIABLE.findall(name)]
+    expanded = os.path.expandvars(os.path.expanduser(name))
+    unset = [variable for variable in variables if not os.environ.get(variable)]
+    is_home = expanded[:1] != "~" and "~" not in Path(expanded).parts
+    if (unset or not is_home) and _find(name):  # a file may really have such a name
+        return name
+    if unset:
+        raise ValueError(f"the environment variable {unset[0]} is not set: set it, or write out its value")
+    if differs := DIFFERS_BY_PROCESS.intersection(variables):
+        raise ValueError(f"{differs.pop()} has another value in each process: give a name that all processes share")
+    if not is_home:
+        raise ValueError("~ stands for no home folder here: write out the folder, or begin with ~/")
+    return expanded
+
+
+def check_length(name: str) -> str:
+    """Return `name`; raise ValueError if it, or a part of it, is longer than its file system allows."""
+    if "\0" in name:
+        raise ValueError("the name of a file or folder cannot hold a NUL character")
+    if "://" in name:
+        return name
+    path = Path(os.path.abspath(name))
+    folder = next(each for each in (path, *path.parents) if os.path.isdir(each))
+    longest = max(len(os.fsencode(part)) for part in path.parts)
+    allowed = os.pathconf(folder, "PC_NAME_MAX")
+    if longest > allowed:
+        raise ValueError(f"a name of {longest} bytes is too long for {folder}: give one of at most {allowed}")
+    length = len(os.fsencode(path))
+    allowed = os.pathconf(folder, "PC_PATH_MAX") - MARGIN
+    if length > allowed:
+        raise ValueError(f"a path of {length} bytes is too long: give one of at most {allowed}")
+    return name
+
+
+def path_of_flag(name: str, flag: str) -> str:
+    """Return the name of a file or folder after a flag that is no field, such as --config, expanded.
+
+    Raise UsageError if that is not possible."""
+    try:
+        return check_length(expand(name))
+    except ValueError as error:
+        raise UsageError(f"{flag}: {name}: {error}") from None
+
+
+# ---- lookup ----------------------------------------------------------------------------------------------------------
 
 
 def locate(name: str) -> str:
@@ -22,12 +82,17 @@ def locate(name: str) -> str:
 
     Return any other name (a Hub id, a URL, a file that does not exist yet) unchanged.
     """
+    return _find(name) or name
+
+
+def _find(name: str) -> str | None:
+    """Return the absolute path of a file, folder or glob that is here, or None."""
     for folder in (Path.cwd(), REPOSITORY):
-        if name and (folder / name).exists():
+        if name and os.path.exists(folder / name):  # False, too, for a name that is too long
             return str((folder / name).resolve())
         if glob.has_magic(name) and "://" not in name and glob.glob(str(folder / name), recursive=True):
             return str(folder / name)
-    return name
+    return None
 
 
 def not_found_locally(name: str) -> str:

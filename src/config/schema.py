@@ -9,7 +9,7 @@ from functools import partial
 from types import ModuleType
 from typing import ClassVar
 
-from src.config.fields import ASK, Auto, GroupFields, Source, declared_options, option
+from src.config.fields import AS_GIVEN, ASK, Auto, GroupFields, Source, declared_options, option
 from src.config.paths import REPOSITORY, plain_data, plain_name
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
@@ -34,12 +34,15 @@ class RunConfig:
         from_checkpoint=True,
     )
     output_dir: str = changeable(  # the parser replaces None
-        "run folder (default: runs/ and the name of the run file; a new one for another configuration)"
+        "run folder (default: runs/ and the name of the run file; a new one for another configuration)",
+        is_path=AS_GIVEN,
     )
     seed: int = option(
         "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
     )
-    resume: str = changeable("auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder", "auto")
+    resume: str = changeable(
+        "auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder", "auto", is_path=AS_GIVEN
+    )
     time_limit: float | None = changeable(
         "minutes until the run saves and exits with code 75 (default: no limit)", above=0
     )
@@ -95,7 +98,7 @@ class RunConfig:
         from_checkpoint=plain_data,
     )
     cache_dir: str | None = changeable(
-        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)", from_checkpoint=ASK
+        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)", is_path=AS_GIVEN, from_checkpoint=ASK
     )
     cache_per_node: bool = changeable("give each node its own folder in cache_dir instead of sharing one", False)
     preprocessing_num_workers: int = changeable("processes per rank that prepare data", 1, min=1, max=256)

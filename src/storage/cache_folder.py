@@ -21,7 +21,7 @@ from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from src.config.errors import warn
+from src.config.errors import UsageError, warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
 from src.storage.atomic_folder import rewrite
@@ -37,7 +37,10 @@ def run_once(target: Path, make: Callable[[], None], what: str) -> None:
 
     If `make` fails, its process raises the error, and the next process tries it: the launcher ends the other ranks, or
     they meet the same error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cache_dir: {target.parent} cannot be created: {error}") from error
     if not target.exists():
         with exclusive(target, what):
             if not target.exists():
@@ -88,7 +91,7 @@ def cache_root(cfg: RunConfig) -> Path:
     """Return the cache folder for downloads and prepared data: one per host if `cache_per_node` is set."""
     import datasets
 
-    root = Path(cfg.cache_dir) if cfg.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
+    root = Path(cfg.cache_dir) if cfg.cache_dir else Path(datasets.config.HF_DATASETS_CACHE).expanduser()
     return root / f"node_{socket.gethostname()}" if cfg.cache_per_node else root
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError, errors_of
-from src.config.fields import max_length_option, option
+from src.config.fields import AS_GIVEN, max_length_option, option
 from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
@@ -64,7 +64,7 @@ class Options(CrossEntropy):
     )
     # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
+        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
     )
     sample_prompt: str | None = option(
         "after training, generate text from this prompt and print it (default: no sample)", may_be_empty=True, **SAMPLE

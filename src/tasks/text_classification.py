@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.fields import max_length_option, option
+from src.config.fields import AS_GIVEN, max_length_option, option
 from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
@@ -36,6 +36,7 @@ class Options(cross_entropy.ClassCrossEntropy):
         "further metrics: f1 (mean over classes), pearson, spearman; files of addons/metrics/evaluate/; Hub names or "
         "script paths (code: needs trust_remote_code); or none (default: f1, or pearson and spearman with regression)",
         [],
+        is_path=AS_GIVEN,
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,
     )

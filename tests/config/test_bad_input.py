@@ -58,6 +58,9 @@ CASES = {
     "schedule argument unknown": Case("lr_scheduler_kwargs: |linear|min_lr", {"lr_scheduler_kwargs": '{"min_lr": 1}'}),
     "metric without evaluation": Case("metric_for_best_model|--validation_file", {"metric_for_best_model": "loss"}),
     "run folder": Case("output_dir: /proc/run cannot be written", {"output_dir": "/proc/run"}),
+    "run folder with a long name": Case("output_dir: |300 bytes|at most 255", {"output_dir": "c" * 300}),
+    "run folder in no home": Case("output_dir: |NOT_SET is not set", {"output_dir": "$NOT_SET/run"}),
+    "cache folder": Case("cache_dir: /proc/cache/prepared cannot be created", {"cache_dir": "/proc/cache"}),
     "resume nowhere": Case("resume: nowhere|auto, never", {"resume": "nowhere"}),
     "sample without tokenizer": Case("sample_prompt|--tokenizer_name", {"sample_prompt": "def"}),
     # ---- models and tokenizers

@@ -20,7 +20,7 @@ from addons.tasks.image_classification.image_processor import (
     stack,
 )
 from src.config.errors import warn
-from src.config.fields import option
+from src.config.fields import AS_GIVEN, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_config
@@ -58,6 +58,7 @@ class Options(ImageOptions):
         "metrics besides accuracy: f1 (mean over classes); files of addons/metrics/evaluate/; Hub names or script "
         "paths (code: needs trust_remote_code); or none",
         ["f1"],
+        is_path=AS_GIVEN,
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,
     )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
-from src.config.fields import max_length_option, option
+from src.config.fields import AS_GIVEN, max_length_option, option
 from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import Scored
 from src.tasks.base import Batch
@@ -30,7 +30,7 @@ class Options:
     max_length: int | None = max_length_option("tokens of prompt and completion; longer ones are truncated")
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True, from_checkpoint=True)
     chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
+        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
     )
     beta: float = option(
         "scale of the log-ratios: higher keeps the model nearer to the reference", 0.1, above=0, from_checkpoint=True

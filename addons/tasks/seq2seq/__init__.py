@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_decoder_head, score_labels
 from src.config.errors import UsageError
-from src.config.fields import option
+from src.config.fields import AS_GIVEN, option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
 from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
@@ -45,6 +45,7 @@ class Options(CrossEntropy):
         "metrics of the generated texts: files of addons/metrics/evaluate/ (exact_match, rouge); Hub names or script paths (code: "
         "needs trust_remote_code); or none, which generates nothing",
         ["exact_match"],
+        is_path=AS_GIVEN,
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,
     )
