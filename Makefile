@@ -30,8 +30,8 @@ run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)
 test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
 endef
 
-# Ends with one sentence if the tool is not here.
-need = test -e addons/tools/$(1).py || { echo "error: addons/tools/$(1).py is not here: restore it to use make $@" >&2; exit 2; };
+# Ends with one sentence if the tool is not here. make fork reads what a target needs.
+need = test -e $(1) || { echo "error: $(1) is not here: restore it to use make $@" >&2; exit 2; };
 
 # make ignores a variable that it does not know.
 $(foreach name,accelerate args config nproc out run runs,$(if $(filter command,$(origin $(name))),$(error \
@@ -78,10 +78,10 @@ data: .venv/done ## download and prepare the data of CONFIG without training (no
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
 
 preview: .venv/done ## show the first rows of CONFIG, the tokens that are trained on in color; ARGS='--page preview.html'
-	@$(call need,preview) $(VENV)/python -m addons.tools.preview --config '$(CONFIG)' $(ARGS)
+	@$(call need,addons/tools/preview.py) $(VENV)/python -m addons.tools.preview --config '$(CONFIG)' $(ARGS)
 
 find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.json' writes the curve
-	@$(call need,find_lr)
+	@$(call need,addons/tools/find_lr.py)
 	$(LAUNCH) --module addons.tools.find_lr --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
@@ -94,6 +94,7 @@ test: .venv/done ## test every guarantee of the core (ARGS='-m conformance' afte
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --ignore tests/addons $(ARGS)
 
 test-addons: .venv/done ## test the add-ons: all, or with ARGS=tests/addons/tasks one room
+	@$(call need,tests/addons)
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(if $(filter tests/%,$(ARGS)),,tests/addons) $(ARGS)
 
 test-gpu: .venv/done ## test what needs a GPU
@@ -119,22 +120,22 @@ bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled l
 	$(VENV)/python benchmarks/gpu.py $(CASES) $(ARGS)
 
 report: .venv/done ## write report.html of the newest run, or RUN=folder; RUNS='folder folder' compares runs
-	@$(if $(RUNS),,$(find_run);) $(call need,html_report) $(VENV)/python -m addons.tools.html_report $(or $(RUNS),"$$run")
+	@$(if $(RUNS),,$(find_run);) $(call need,addons/tools/html_report.py) $(VENV)/python -m addons.tools.html_report $(or $(RUNS),"$$run")
 
 ledger: .venv/done ## check that RUN trained on the data of its plan, or of OTHER=folder
-	@$(find_run); $(call need,ledger) $(VENV)/python -m addons.tools.ledger "$$run" $(if $(OTHER),'$(OTHER)')
+	@$(find_run); $(call need,addons/tools/ledger.py) $(VENV)/python -m addons.tools.ledger "$$run" $(if $(OTHER),'$(OTHER)')
 
 storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compare it with an undisturbed run
-	@$(call need,kill_storm)
+	@$(call need,addons/tools/kill_storm.py)
 	$(VENV)/python -m addons.tools.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
 same: .venv/done ## compare the numbers of this folder with those of the commit BASE, bitwise
 	@test -n '$(BASE)' || { echo "error: give BASE=commit" >&2; exit 2; }
-	@$(call need,same) $(VENV)/python -m addons.tools.same '$(BASE)' $(ARGS)
+	@$(call need,addons/tools/same.py) $(VENV)/python -m addons.tools.same '$(BASE)' $(ARGS)
 
 fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …"] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
-	@$(call need,fork) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
+	@$(call need,addons/tools/fork.py) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
 
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
 	$(VENV)/python train.py --schema >configs/schema.json.tmp

@@ -159,6 +159,7 @@ def all_files(*folders: Path) -> set[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_named_and_leaves_nothing(here, name):
     case = CASES[name]
+    kit.need_task(case.changed.get("task", "causal_lm"))
     write(here, case.files)
     before = all_files(here)
     script = "eval.py" if SCORES.items() <= case.changed.items() else "train.py"

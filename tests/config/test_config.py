@@ -117,8 +117,8 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
         (["--parameter_groups", "{x: {lr_facto: 2}}"], ["x: lr_facto: unknown field; did you mean lr_factor?"]),
-        (["--task", "text_clasification"], ["task: ", "'text_clasification'; did you mean text_classification?"]),
-        (["--label_column", "kind"], ["--label_column: ", "text_classification", "causal_lm"]),
+        (["--task", "casual_lm"], ["task: ", "'casual_lm'; did you mean causal_lm?"]),
+        (["--norm", "true"], ["--norm: ", "plain", "causal_lm"]),
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
         (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "--config configs/stdlib_lm.yaml"]),
         (b"", ["run.yaml: ", "`name: value`"]),
@@ -127,6 +127,7 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
         (b"learning_rate: yes", ["run.yaml: learning_rate: True", "number"]),
     ],
 )
+@pytest.mark.usefixtures("plain")  # a fork's task, with other fields
 def test_errors_of_the_command_line_and_the_run_file(here, given, parts):
     if isinstance(given, bytes):
         (here / "run.yaml").write_bytes(given)

@@ -160,7 +160,9 @@ def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
     ],
 )
 def test_only_plain_names_are_taken_from_a_checkpoint(run, capsys, name, values, taken):
-    checkpoint = claim(run / CHECKPOINT, task="text_classification", **{name: values})
+    task = "text_classification" if name == "metrics" else "causal_lm"
+    kit.need_task(task)
+    checkpoint = claim(run / CHECKPOINT, task=task, **{name: values})
     cfg, options, _ = parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")
     assert (vars(cfg) | vars(options))[name] == taken
     assert (f"--{name} {values[0]}" in capsys.readouterr().err) == (not taken)

@@ -7,8 +7,7 @@ import torch
 
 import train
 from src.distributed.backends import Backend
-from src.tasks import text_classification
-from tests.helpers import kit, routed_model
+from tests.helpers import classifier_task, kit, routed_model
 
 ALLOW = ["--ddp_find_unused_parameters", "true"]
 SGD = ["--optim", "sgd", "--adam_beta1", "0", "--weight_decay", "0"]  # a gradient of zero and none are the same update
@@ -21,8 +20,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def routed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_classification.Task, "build", routed_model.build)
+    with classifier_task.registered(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classifier_task.Task, "build", routed_model.build)
         yield
 
 
@@ -90,7 +89,7 @@ def test_fsdp2_with_experts_that_differ_between_ranks(folder, tmp_path):
 
 def test_an_unused_parameter_is_refused_under_ddp(folder, tmp_path, monkeypatch):
     options = {"dense": True, "frozen": ("experts.1", "experts.2", "experts.3", "experts.4")}
-    monkeypatch.setattr(text_classification.Task, "build", partialmethod(routed_model.build, **options))
+    monkeypatch.setattr(classifier_task.Task, "build", partialmethod(routed_model.build, **options))
     codes, texts = command(folder, tmp_path / "two", max_steps=1)  # in the step itself, not in the next one
     assert codes == [2, 2], texts
     last = texts[0].rstrip().splitlines()[-1]

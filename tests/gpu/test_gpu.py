@@ -225,6 +225,7 @@ def test_kernel_by_lengths_is_attention_within_documents(window, key_heads):
 
 
 def test_a_classifier_trains_in_bf16_and_smoke_passes(files, tmp_path):
+    kit.need_task("text_classification")
     rows = [{"text": f"{'good' if i % 2 else 'bad'} {i}", "label": i % 2} for i in range(64)]
     model = {"model_type": "bert", "num_hidden_layers": 2, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     model |= {name: size for name, size in HEADS.items() if name != "num_key_value_heads"}

@@ -1,12 +1,11 @@
-"""A tiny classifier with batch norm, as the model of task text_classification."""
+"""A tiny classifier with batch norm, as the model of classifier_task.py."""
 
 import torch
 from transformers import BertConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from src.models.build_model import build_model
-from tests.conformance import recipes
-from tests.helpers import kit
+from tests.helpers import classifier_task, kit
 
 
 class Block(torch.nn.Module):
@@ -73,4 +72,4 @@ def recipe(folder, **fields) -> list[str]:
     values |= {"global_batch_size": 16, "per_device_batch_size": 4, "per_device_eval_batch_size": 8, "dtype": "float64"}
     values |= {"learning_rate": 1e-2, "logging_steps": 1, "save_steps": 8, "eval_steps": 8}
     values["max_steps"] = 16  # 13 steps of the first epoch, the last of 11 rows
-    return recipes.text_classification(folder) + kit.flags(**values | fields)
+    return classifier_task.write_data(folder) + kit.flags(**values | fields)

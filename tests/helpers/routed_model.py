@@ -1,11 +1,10 @@
-"""A tiny classifier with experts, each used only by some rows, as the model of task text_classification."""
+"""A tiny classifier with experts, each used only by some rows, as the model of classifier_task.py."""
 
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from src.models.build_model import build_model
-from tests.conformance import recipes
-from tests.helpers import kit
+from tests.helpers import classifier_task, kit
 from tests.helpers.batch_norm import TinyClassifier
 
 EXPERTS = 5
@@ -60,4 +59,4 @@ def recipe(folder, **fields) -> list[str]:
     values = {"train_file": folder / "train.jsonl", "dtype": "float64", "global_batch_size": 8}
     values |= {"per_device_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1}
     values["max_steps"] = 28  # 26 steps of the first epoch, the last of 3 rows: one of two ranks has a batch of one row
-    return recipes.text_classification(folder) + kit.flags(**values | fields)
+    return classifier_task.write_data(folder) + kit.flags(**values | fields)

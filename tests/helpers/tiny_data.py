@@ -45,9 +45,13 @@ def need_task(name: str) -> None:
         pytest.skip(f"this fork has no task {name}")
 
 
+def has_addon(path: str) -> bool:
+    return any((REPOSITORY / f"addons/{path}{end}").exists() for end in (".py", ""))
+
+
 def need_addon(path: str) -> None:
     """Skip a test of a core promise that it checks with an add-on, such as streaming, where that is removed."""
-    if not any((REPOSITORY / f"addons/{path}{end}").exists() for end in (".py", "")):
+    if not has_addon(path):
         pytest.skip(f"without addons/{path}")
 
 

@@ -106,6 +106,7 @@ def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
 
 def check_balanced_weights(tmp_path, task: str, rows: list[dict], given: list[str]) -> None:
     """Assert that `class_weights: balanced` counts the labels `given` of the rows."""
+    kit.need_task(task)
     opened, splits = kit.open_data(
         task=task,
         train_file=kit.write_jsonl(tmp_path / "rows.jsonl", rows),
@@ -148,6 +149,7 @@ def test_evaluation_is_the_plain_cross_entropy(tmp_path):
 
 
 def test_r_drop_with_balanced_classes_is_exact_for_every_split(tmp_path):
+    kit.need_task("text_classification")
     argv = recipes.text_classification(tmp_path)
     dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     kit.write_yaml(tmp_path / "model.yaml", recipes.BERT | dropout)

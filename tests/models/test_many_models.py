@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from src.tasks import OPTIONS
 from tests.conformance import recipes
 from tests.helpers import kit
 
@@ -93,6 +94,8 @@ PARTS = [pytest.param(MORE[first : first + 12], marks=pytest.mark.cluster) for f
 @pytest.mark.parametrize("models", [FEW, *PARTS])
 def test_models_train_save_and_evaluate(tmp_path, models):
     """All in one process; a model that fails is the last in its output."""
+
+    models = [model for model in models if model[0] in OPTIONS]  # a fork may have removed the classifier
 
     def all_through():
         return [_through(*model, tmp_path) for model in models]

@@ -33,7 +33,7 @@ def shell(command: str) -> str:
 
 def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
     """Two processes train four steps on a file of one's own and evaluate 40 rows; one process evaluates them again."""
-    assert COMMANDS[:2] == ["make train", "make eval"]
+    assert COMMANDS[:3] == ["make train", "make test", "make eval"]
     assert "make train NPROC=2 ARGS='--train_file data/mine.jsonl --validation_file data/held_out.jsonl'" in COMMANDS
     mine = tmp_path / "mine.jsonl"
     kit.write_jsonl(mine, [{"text": f"def f{n}(x):\n    return x + {n}\n" * 20} for n in range(300)])

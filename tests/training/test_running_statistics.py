@@ -5,16 +5,15 @@ import torch
 
 from src.distributed import backend_checks
 from src.distributed.running_statistics import StepBuffers
-from src.tasks import text_classification
-from tests.helpers import batch_norm, kit
+from tests.helpers import batch_norm, classifier_task, kit
 
 CONSTANT = "constant"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_classification.Task, "build", batch_norm.build)
+    with classifier_task.registered(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classifier_task.Task, "build", batch_norm.build)
         yield batch_norm.recipe(tmp_path_factory.mktemp("rows"))
 
 

@@ -239,6 +239,7 @@ def trained_parameters(folder, rows: list[dict], target: str | None, **fields) -
 
 def test_new_head_is_trained_in_full(tmp_path):
     """As peft does for classifiers; `all-linear` leaves it alone."""
+    kit.need_task("text_classification")
     rows = [{"text": "a b", "label": 0}, {"text": "c", "label": 1}] * 4
     trained = trained_parameters(tmp_path, rows, "all-linear", task="text_classification")
     assert "classifier.modules_to_save.default.weight" in trained

@@ -12,9 +12,8 @@ import train
 from addons.backends import deepspeed
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.tasks import text_classification
 from tests.distributed import test_unused_parameters as unused
-from tests.helpers import kit, plain_task, routed_model
+from tests.helpers import classifier_task, kit, plain_task, routed_model
 from tests.helpers.backend_runs import check_same_run, recipe, where
 
 pytestmark = pytest.mark.cluster
@@ -145,18 +144,25 @@ def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
     assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
 
 
+@pytest.fixture
+def classifier():
+    with classifier_task.registered():
+        yield
+
+
+@pytest.mark.usefixtures("classifier")
 def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):
     def command(name: str, *flags) -> tuple[list, list[str]]:
         argv = [*routed_model.recipe(tmp_path, max_steps=3, dtype="float32"), *flags, "--output_dir", "run"]
         env = kit.where("zero2", 2, mixed_precision="no")
         return kit.run_command("train.py", *argv, folder=tmp_path / name / "here", world=2, env=env)
 
-    monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
+    monkeypatch.setattr(classifier_task.Task, "build", routed_model.build)
     codes, texts = command("experts")
     assert codes == [2, 2], texts
     assert "experts" in texts[0]
     options = {"dense": True, "frozen": ("experts.1", "experts.2", "experts.3", "experts.4")}
-    monkeypatch.setattr(text_classification.Task, "build", partialmethod(routed_model.build, **options))
+    monkeypatch.setattr(classifier_task.Task, "build", partialmethod(routed_model.build, **options))
     codes, texts = command("zero")
     assert codes == [0, 0], texts
     codes, texts = command("refused", *unused.ALLOW)

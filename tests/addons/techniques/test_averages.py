@@ -12,9 +12,8 @@ from addons.techniques.lookahead import Lookahead
 from addons.techniques.swa import SWA
 from src.distributed.running_statistics import StepBuffers
 from src.distributed.sharded_tensors import local_part
-from src.tasks import text_classification
 from src.training.train_state import Run, TrainState
-from tests.helpers import batch_norm, kit, technique_runs
+from tests.helpers import batch_norm, classifier_task, kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 
 STEPS = technique_runs.STEPS
@@ -149,7 +148,7 @@ def test_skipped_update_leaves_the_average_unchanged(tmp_path, monkeypatch, muta
 @pytest.mark.parametrize("place", [None, "fsdp2"])
 def test_statistics_of_batch_norm_are_averaged(tmp_path, monkeypatch, place):
     """The model also has a constant with -inf."""
-    monkeypatch.setattr(text_classification.Task, "build", batch_norm.build)
+    monkeypatch.setattr(classifier_task.Task, "build", batch_norm.build)
     flags = batch_norm.recipe(
         tmp_path,
         max_steps=4,
@@ -159,7 +158,8 @@ def test_statistics_of_batch_norm_are_averaged(tmp_path, monkeypatch, place):
         techniques=json.dumps({"ema": {"decay": 0.6}}),
     )
     env = kit.where("fsdp2", 2, mixed_precision="no") if place else None
-    run = kit.run_training(2, tmp_path / "run", *flags, env=env)
+    with classifier_task.registered():
+        run = kit.run_training(2, tmp_path / "run", *flags, env=env)
     check_every_step(run.folder, 4)
     saved = average(run.folder, "ema")
     assert saved["constant"].tolist() == [1 / 3, -0.0, float("-inf")]
