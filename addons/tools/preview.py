@@ -7,6 +7,7 @@ Tests: tests/addons/tools/test_preview.py.
 
 import argparse
 import html
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby, islice
@@ -62,28 +63,47 @@ def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str
     plan = data_loader.plan_config(replace(cfg, per_device_batch_size=1, per_device_batch_tokens=None), task, train_set)
     for micro in islice(training_order(plan, 0, 1, 0, count), count):
         row = train_set.rows(micro.ids)[0]
-        ids = row.get("input_ids", np.zeros(0, int))
-        trained = has_loss(task, row, ids)
-        per_token = isinstance(task, causal_lm.Task) or np.size(row.get("labels", ())) == len(ids)
-        size = (f": {len(ids)} tokens" + f", {trained.sum()} with a loss" * per_token) if len(ids) else ""
-        yield f"\n── row {micro.ids[0]}, step {micro.step + 1}{size}\n", False
-        for places in np.split(np.arange(len(ids)), np.cumsum(row.get("documents", []))[:-1].astype(int)):
-            for flag, run in groupby(places, key=trained.__getitem__):
-                part = ids[[*run]]
-                yield task.tokenizer.decode(part) if getattr(task, "tokenizer", None) else f"{part} ", bool(flag)
-            yield "\n", False
-        for name in sorted(row.keys() - {"input_ids", "labels", "documents", "bytes"}):
+        texts = [name for name in row if is_text(name)]
+        yield f"\n── row {micro.ids[0]}, step {micro.step + 1}" + "\n" * (len(texts) != 1), False
+        for name in texts:
+            side = "" if len(texts) == 1 else name.replace("_ids", "")
+            yield from sequence(task, side, row[name], row.get(labels_of(name)), row.get("documents", []))
+        shown = {"documents", "bytes", *texts, *map(labels_of, texts)}
+        for name in sorted(row.keys() - shown):
             value = row[name] if np.size(row[name]) < 20 else f"{np.size(row[name]):,} values"
             of_class = f" ({task.labels[int(value)]})" if name == "label" and getattr(task, "labels", None) else ""
             yield f"{name}: {value}{of_class}\n", False
 
 
-def has_loss(task: Task, row: dict, ids: np.ndarray) -> np.ndarray:
+def is_text(name: str) -> bool:
+    """Return whether a column holds ids of tokens: input_ids, chosen_ids and rejected_ids of a pair, ids_0, ids_1, …"""
+    return re.fullmatch(r"\w+_ids|ids_\d+", name) is not None
+
+
+def labels_of(name: str) -> str:
+    """Return the name of the column with the labels of these ids."""
+    return "labels" if name == "input_ids" else name.replace("ids", "labels")
+
+
+def sequence(task: Task, side: str, ids: np.ndarray, labels: Any, documents: Any) -> Iterator[tuple[str, bool]]:
+    """Yield (text, whether it has a loss) of one sequence of tokens of a row; `side` names it, if there are several."""
+    trained = has_loss(task, ids, labels, documents)
+    per_token = isinstance(task, causal_lm.Task) or np.size(labels) == len(ids)
+    size = f"{len(ids)} tokens" + f", {trained.sum()} with a loss" * per_token
+    yield f"{side}: {size}\n", False
+    for places in np.split(np.arange(len(ids)), np.cumsum(documents)[:-1].astype(int)):
+        for flag, run in groupby(places, key=trained.__getitem__):
+            part = ids[[*run]]
+            yield task.tokenizer.decode(part) if getattr(task, "tokenizer", None) else f"{part} ", bool(flag)
+        yield "\n", False
+
+
+def has_loss(task: Task, ids: np.ndarray, labels: Any, documents: Any) -> np.ndarray:
     """Return for each token whether it is a target: by its label, and not the first one of a document."""
-    is_language, labels = isinstance(task, causal_lm.Task), np.atleast_1d(row.get("labels", ()))
+    is_language, labels = isinstance(task, causal_lm.Task), np.atleast_1d(() if labels is None else labels)
     trained = labels != IGNORED if len(labels) == len(ids) else np.full(len(ids), is_language)
-    if is_language:
-        trained[np.cumsum([0, *row.get("documents", [])[:-1]])] = False
+    if is_language and len(ids):
+        trained[np.cumsum([0, *documents[:-1]])] = False
     return trained
 
 

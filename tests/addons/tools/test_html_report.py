@@ -48,7 +48,9 @@ def test_report_of_a_real_run(files, tmp_path):
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http|(src|href)=\"(?!#)", page)
     assert len(page) < 10**6
     for kind in ("train", "eval"):
-        assert f"<td>{run.kind(kind)[-1]['loss']}" in page
+        loss = run.kind(kind)[-1]["loss"]
+        assert f"<td>{loss:.5g}<" in page
+        assert str(loss) not in page  # metrics.jsonl has all digits
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["versions"]["torch"] in page
     assert environment["global_batch"] in page
@@ -67,6 +69,77 @@ def test_report_of_a_real_run(files, tmp_path):
     assert not re.search(r"<(script|link|img|iframe)", both)
     assert re.search(r"<td>step 0, world size 1, time \d{4}-\d\d-\d\d \d\d:\d\d:\d\d<", page)
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
+
+
+def cells(page: str, title: str) -> list[list[str]]:
+    """Return the rows of the table under a heading."""
+    [table] = re.findall(rf"<h2>{title}[^<]*</h2><table>(.*?)</table>", page)
+    return [re.split("<td>", row)[1:] for row in table.split("<tr>")[1:]]
+
+
+def evaluations(path, values, **fields):
+    run_folder(path, *({"kind": "eval", "step": 10 * (n + 1), **value} for n, value in enumerate(values)))
+    kit.write_yaml(path / "config.yaml", fields)
+    return path
+
+
+def test_runs_are_sorted_by_their_best_value(tmp_path):
+    folders = [
+        evaluations(tmp_path / "a", [{"loss": 2.0}, {"loss": 1.23456789}, {"loss": 3.0}]),
+        evaluations(tmp_path / "b", [{"loss": 1.5}, {"loss": None}, {"loss": float("inf")}]),
+        evaluations(tmp_path / "none", [{"accuracy": 0.5}]),
+        evaluations(tmp_path / "c", [{"loss": 1.2345671}]),  # better than a in the seventh digit
+    ]
+    rows = cells(html_report.write(*folders).read_text(), "Best loss, lowest first")
+    assert [row[:3] for row in rows[1:]] == [
+        ["c", "<b>1.234567 ★</b>", "10"],
+        ["a", "1.234568", "20"],
+        ["b", "1.5", "10"],
+        ["none", "none", "none"],
+    ]
+    fields = {"metric_for_best_model": "eval_accuracy"}
+    values = [{"loss": 1.0, "accuracy": 0.25}, {"loss": 2.0, "accuracy": 0.75}]
+    page = html_report.write(evaluations(tmp_path / "one", values, **fields)).read_text()
+    assert cells(page, "Best accuracy")[1][:3] == ["one", "<b>0.75 ★</b>", "20"]
+
+
+def test_best_point_is_marked_and_no_legend_covers_a_curve(tmp_path):
+    """A legend within the axes, which covers curves, is inside of the group axes_1."""
+    values = [{"loss": 2.0}, {"loss": 1.0}, {"loss": 3.0}]
+    folders = [evaluations(tmp_path / name, values) for name in ("a", "b")]
+    page = html_report.write(*folders).read_text()
+    [drawing] = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
+    groups = {group.get("id"): group for group in ElementTree.fromstring(drawing).iter("{http://www.w3.org/2000/svg}g")}
+    inside = [group.get("id") or "" for group in groups["axes_1"].iter()]
+    assert {"best a eval", "best b eval"} <= {*inside}
+    assert not any(name.startswith("legend") for name in inside)
+    assert "legend_1" in groups
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (1.23456789, "1.2346"),
+        (22226.36875585465, "22,226"),
+        (1234567.8, "1,234,568"),
+        (0.00016666666666666666, "0.00016667"),
+        (3.234999894630164e-06, "3.235e-06"),
+        (float("nan"), "nan"),
+        (-98765.4, "-98,765"),
+        (1.0, "1"),
+        (1_000_000, "1000000"),
+        (None, "none"),
+        ("1.23456789", "1.23456789"),
+        (True, "True"),
+    ],
+)
+def test_numbers_have_the_digits_that_matter(value, text):
+    assert html_report.rounded(value) == text
+
+
+def test_report_on_many_runs_has_a_name_that_fits(tmp_path):
+    folders = [evaluations(tmp_path / f"{n}_{'long' * 20}", [{"loss": 1.0}]) for n in range(4)]
+    assert html_report.write(*folders).name == "report_4_runs.html"
 
 
 def test_values_are_escaped_and_symlinks_replaced(tmp_path):

@@ -1,12 +1,16 @@
 """make preview: the rows of the first steps as text, with the tokens that have a loss marked."""
 
 import re
+from importlib import import_module
 
 import numpy as np
+import pytest
 
 from addons.tools import preview
+from tests.conformance import recipes
 from tests.helpers import kit
 
+ADDON_RECIPES = "tests.addons.tasks.recipes"
 WORDS = ["def f return self"] * 3
 
 
@@ -49,3 +53,40 @@ def test_packed_documents_and_rows_without_a_tokenizer(tmp_path, capsys):
     assert ", rows 100.0% full" in text
     assert text.count(": 27 tokens, 24 with a loss") == 2  # three documents of nine
     assert len(marked(text)) == 6
+
+
+def test_pairs_show_both_sides(tmp_path, capsys):
+    """The tokens that both sides begin with have no loss."""
+    kit.need_task("preference")
+    tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", WORDS)
+    rows = [{"prompt": f"def <{i}>", "chosen": f" return {i}", "rejected": f" self {i} {i}"} for i in range(9)]
+    text = shown(tmp_path, capsys, rows, task="preference", tokenizer_name=tokenizer, rows=2)
+    assert len(re.findall(r"── row \d+, step 1\nchosen: \d+ tokens, \d+ with a loss\n", text)) == 2
+    chosen, rejected = [marked(part) for part in re.split("rejected: ", text, maxsplit=1)]
+    assert [part.strip().split()[0] for part in (chosen[0], rejected[0])] == ["return", "self"]
+    counts = [int(count) for count in re.findall(r"(\d+) with a loss", text)]
+    task, splits = kit.open_data(
+        task="preference",
+        model_config=tmp_path / "model.yaml",
+        train_file=tmp_path / "rows.jsonl",
+        tokenizer_name=tokenizer,
+        cache_dir=tmp_path / "cache",
+    )
+    ids = [int(row) for row in re.findall(r"── row (\d+)", text)]
+    targets = [task.collate(splits["train"].rows(np.array([row])), True).inputs["targets"] for row in ids]
+    assert counts == [int((side != -100).sum()) for of_row in targets for side in of_row]
+
+
+def recipes_of_all_tasks() -> list:
+    """Return the recipes of the core, and of add-ons if they are here."""
+    has_addons = (kit.REPOSITORY / f"{ADDON_RECIPES.replace('.', '/')}.py").exists()
+    return recipes.RECIPES + (import_module(ADDON_RECIPES).RECIPES if has_addons else [])
+
+
+@pytest.mark.parametrize("recipe", recipes_of_all_tasks(), ids=lambda recipe: recipe.__name__)
+def test_rows_of_every_task_are_shown(tmp_path, capsys, recipe):
+    flags = recipe(tmp_path)
+    if "--train_file" not in flags and "--dataset_name" not in flags:
+        flags += kit.flags(train_file=tmp_path / "train.jsonl")
+    preview.main([*map(str, flags), "--rows", "2", "--cache_dir", str(tmp_path / "cache")])
+    assert capsys.readouterr().out.count("── row ") == 2
