@@ -4,16 +4,18 @@ Tests: tests/addons/streaming/.
 """
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from addons.streaming.sources import StreamSource, same_version
 from src.config.errors import UsageError
+from src.data.column_types import join_features, keep_json_text
+from src.data.file_columns import features_of_file, refuse_mixed_types
 from src.data.prepared_split import column_readers, keep_encoded
 from src.data.raw_rows import explain_read_error, replace_readers
-from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
+from src.data.row_errors import encode_rows, line_of, read_rows
 from src.data.row_order import derive_seed, permute
 from src.data.sources import named_files
 from src.storage import http_files
@@ -49,14 +51,14 @@ class StreamShards:
         from datasets import Dataset
 
         try:
-            self.features = features = self._rows(0).features or {}
+            self.features = features = self._first_features()
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
-        if features:  # Parquet names its columns in advance, so only the needed columns are downloaded
+        if features:  # so that only the needed columns are downloaded and compared
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
             self.columns, _ = self.task.inspect_columns(empty, "train")
             if self.dataset is not None:
-                self.dataset = _open_dataset(self.source, self.columns)
+                self.dataset = _open_dataset(self.source, self.columns, self._late_columns())
         is_known = False
         for shard in range(len(self)):
             for block, table in enumerate(self.blocks(shard)):
@@ -75,11 +77,24 @@ class StreamShards:
             "only masked labels (-100)"
         )
 
+    def _first_features(self) -> dict:
+        """Return the features of the first rows; {} if there are none."""
+        from datasets import Features
+
+        rows = self._rows(0)
+        table = None if rows.features else next(iter(rows.with_format("arrow").iter(batch_size=1)), None)
+        return rows.features or ({} if table is None else Features.from_arrow_schema(table.schema))
+
     def _rows(self, shard: int):
         """Return the raw rows of a shard as a `datasets.IterableDataset`."""
         if self.dataset is not None:
             return self.dataset.shard(num_shards=len(self), index=shard)
-        return _open_file(self.source, self.names[shard], self.columns)
+        return _open_file(self.source, self.names[shard], self.columns, self._late_columns())
+
+    def _late_columns(self) -> list[str]:
+        """Return the columns that rows must not bring if the first ones lack them."""
+        optional = {one for key, more in OPTIONAL.items() if key in (self.columns or ()) for one in more}
+        return sorted(optional - {*(self.columns or ())})
 
     def blocks(self, shard: int) -> Iterator[pa.Table]:
         """Yield the raw rows of a shard in tables of BLOCK rows."""
@@ -87,10 +102,11 @@ class StreamShards:
         try:
             self._refuse_changed(name)
             if self.columns and self.source.builder == "parquet":  # the reader hides the columns that are not read
-                self._check_columns(_open_file(self.source, name, None).features or {}, name)
-            for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
+                self._check_columns(_open_file(self.source, name).features or {}, name)
+            rows = self._rows(shard)
+            refuse_mixed_types(rows.features or {}, self.columns or (), self.task.json_columns, self.source)
+            for table in rows.with_format("arrow").iter(batch_size=BLOCK):
                 self._check_columns(table.column_names, name)
-                refuse_mixed_types(table.schema, self.columns or (), [name], name)
                 yield table.select(self.columns) if self.columns else table
             self._refuse_changed(name)
         except (UsageError, GeneratorExit):
@@ -104,8 +120,7 @@ class StreamShards:
         if missing := [column for column in columns if column not in there]:
             names = ", ".join(there)
             raise UsageError(f"{name}: there is no column `{missing[0]}` among {names}, but earlier shards have it")
-        optional = {one for key, more in OPTIONAL.items() if key in columns for one in more}
-        if new := sorted(optional & {*there} - {*columns}):
+        if new := [column for column in self._late_columns() if column in there]:
             raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
         for column in columns if isinstance(there, dict) else ():
             one, other = (getattr(each[column], "names", None) for each in (self.features, there))
@@ -125,8 +140,8 @@ class StreamShards:
         from datasets import Dataset
 
         name, first = self.names[shard], block * BLOCK
-        ids, describe = range(len(table)), lambda row: f"{name}, row {first + row}: train data"
-        rows = Dataset(table)  # decodes values as the rows of prepared data: a table would return images as bytes
+        ids, describe = range(len(table)), lambda row: f"{name}, {line_of(name, first + row)}: train data"
+        rows = keep_json_text(Dataset(table))  # decodes values as prepared data does: a table has images as bytes
         rows = rows if self.task.decode_media else keep_encoded(rows)
         return encode_rows(self.task, read_rows(rows, ids, describe), ids, describe, self.schema)
 
@@ -141,38 +156,54 @@ class StreamShards:
         return [(first + i, {name: read(i) for name, read in columns}, rows["length"][i]) for i in order.tolist()]
 
 
-def _open_dataset(source: StreamSource, columns: list[str] | None = None):
-    """Return the training rows of a folder or Hub dataset. If it is Parquet, read only `columns` (if given)."""
+def _open_dataset(source: StreamSource, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
+    """Return the training rows of a folder or Hub dataset, of `columns` only (if given)."""
     import datasets
 
     _set_up_datasets()
-    named = {"path": source.name, "name": source.config_name, "revision": source.revision}
-    named["split"] = source.dataset_split or source.split
     try:
+        builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
+        data_files = builder.config.data_files or {}
+        split = source.dataset_split or source.split
         if columns is None:  # the first time
-            builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
-            named_files(source, builder.config.data_files)  # refuses those outside of the folder
-            source.choose_split(builder.info.splits or builder.config.data_files or [])  # refuses an unknown split
-        rows = datasets.load_dataset(**named, streaming=True)
-        if columns and rows.info.builder_name == "parquet":
-            rows = datasets.load_dataset(**named, streaming=True, columns=columns)
-        return rows
+            named_files(source, data_files)  # refuses those outside of the folder
+            source.choose_split(builder.info.splits or data_files)  # refuses an unknown split
+        if source.files:
+            _join_parquet(builder, [str(file) for file in data_files.get(split, ())])
+        return _read_only(builder, columns, late_columns).as_streaming_dataset(split)
     except Exception as error:
         raise UsageError(explain_read_error(source, error)) from error
 
 
-def _open_file(source: StreamSource, file: str, columns: list[str] | None):
-    """Return the raw rows of one file or URL. If it is Parquet, read only `columns` (if given)."""
+def _open_file(source: StreamSource, file: str, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
+    """Return the raw rows of one file or URL, of `columns` only (if given)."""
     import datasets
 
     _set_up_datasets()
-    options: dict = {"columns": columns} if columns and source.builder == "parquet" else {}
+    options: dict = {}
     if "://" in file:
         client = {"trust_env": True, "timeout": http_files.client_timeout()}
         client |= same_version(file, source.remote.get(file))
         options["storage_options"] = {"client_kwargs": client}
     files = {"train": [file if "://" in file else glob.escape(file)]}  # it may hold [ or *, and is no pattern
-    return datasets.load_dataset(source.builder, data_files=files, split="train", streaming=True, **options)
+    builder = datasets.load_dataset_builder(source.builder, data_files=files, **options)
+    return _read_only(builder, columns, late_columns).as_streaming_dataset("train")
+
+
+def _join_parquet(builder, files: list[str]) -> None:
+    """Make the builder of local Parquet files cast columns to the types of all files instead of the first one."""
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    if isinstance(builder, Parquet) and builder.info.features is None:
+        builder.info.features = join_features(features_of_file("parquet", file) for file in files)
+
+
+def _read_only(builder, columns: list[str] | None, late_columns: Sequence[str]):
+    """Make a builder of `datasets` read only these columns (None: all). Return it."""
+    if hasattr(builder.config, "columns"):  # Parquet
+        builder.config.columns = columns
+    builder.only_columns, builder.late_columns = columns, late_columns  # JSON and CSV
+    return builder
 
 
 def _set_up_datasets() -> None:

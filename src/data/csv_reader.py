@@ -16,33 +16,68 @@ from src.config.errors import UsageError, one_line
 
 ROWS, CHARACTERS = 200_000, 16 << 20  # at most in a table; those of the first one decide the types of the columns
 LONGEST_CELL = 1 << 30  # characters
+TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_())  # of columns
 BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # 1 is a number
 
 
 def csv_tables(self, base_files, files_iterables):
-    """Yield the tables of CSV files. A dataset with a dialect of its own is left to pandas."""
+    """Yield the tables of CSV files. A dataset with a dialect of its own is left to pandas.
+
+    `only_columns` of the builder (None: all) are read; `late_columns` are refused."""
+    from datasets import Features
     from datasets.builder import Key
     from datasets.packaged_modules.csv import csv as module
 
-    config, default = self.config, module.CsvConfig()
-    dialect = module.CsvConfig.__annotations__.keys() - {"sep", "delimiter"}
-    if len(config.sep) > 1 or any(getattr(config, name) != getattr(default, name) for name in dialect):
+    if has_own_dialect(self.config):
         yield from self.unchecked_tables(base_files, files_iterables)
         return
+    only, late = getattr(self, "only_columns", None), {*getattr(self, "late_columns", ())}
     open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
     # `datasets` would cast the columns of later files and splits to the types of the first one: 007 to 7, 2 to true
-    types = {name: pa.string() for name, f in (self.info.features or {}).items() if getattr(f, "dtype", "") == "string"}
+    known = (pa.string(),) if getattr(self, "has_card", False) else TYPES  # a card may name other types than the cells
+    types = {field.name: field.type for field in (self.info.features or Features()).arrow_schema if field.type in known}
     for shard, files in enumerate(files_iterables):
         for file in files:
             with open_file(file, "rb") as binary:
-                for number, table in enumerate(_read_csv(binary, file, config.sep, types)):
-                    yield Key(shard, number), table
+                for number, cells in enumerate(_read_cells(binary, file, self.config.sep)):
+                    for name in late & cells.keys():
+                        raise UsageError(
+                            f"{file}: there is a column `{name}`, which the first file lacks: add it to all files"
+                        )
+                    cells = {name: column for name, column in cells.items() if only is None or name in only}
+                    for name, column in cells.items():
+                        types.setdefault(name, _type_of(column.drop_null()) or pa.string())
+                    yield Key(shard, number), _table(cells, types, file)
 
 
-def _read_csv(binary: BinaryIO, file: str, delimiter: str, types: dict) -> Iterator[pa.Table]:
-    """Yield the rows of a CSV file in tables: numbers, bools and text. Raise UsageError for a bad row.
+def has_own_dialect(config) -> bool:
+    """Return True if the configuration of the builder of `datasets` (a dataset card) says more than a separator."""
+    from datasets.packaged_modules.csv import csv as module
 
-    `types` are those of the columns of earlier files, and get those of this file."""
+    default = module.CsvConfig()
+    dialect = module.CsvConfig.__annotations__.keys() - {"sep", "delimiter", "features"}
+    return len(config.sep) > 1 or any(getattr(config, name) != getattr(default, name) for name in dialect)
+
+
+def types_of_file(file: str, delimiter: str = ",") -> dict[str, pa.DataType]:
+    """Return the types of the columns of a file: of all its rows."""
+    types: dict[str, pa.DataType | None] = {}
+    with open(file, "rb") as binary:
+        for cells in _read_cells(binary, file, delimiter):
+            for name, column in cells.items():
+                types[name] = _join(types.get(name), _type_of(column.drop_null()))
+    return {name: kind or pa.string() for name, kind in types.items()}
+
+
+def _join(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    """Return the type of cells with these types; None is that of no cells."""
+    if one == other or None in (one, other):
+        return one or other
+    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _read_cells(binary: BinaryIO, file: str, delimiter: str) -> Iterator[dict[str, pa.Array]]:
+    """Yield the columns of a CSV file as text, in blocks of rows. Raise UsageError for a bad row."""
     from pyarrow.csv import ConvertOptions
 
     no_value = pa.array(ConvertOptions().null_values)
@@ -55,16 +90,22 @@ def _read_csv(binary: BinaryIO, file: str, delimiter: str, types: dict) -> Itera
                 raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
             for rows in _blocks(reader, len(names)):
                 cells = {name: pa.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-                cells = {name: pc.if_else(pc.is_in(column, no_value), None, column) for name, column in cells.items()}
-                for name, column in cells.items():
-                    types.setdefault(name, _type_of(column.drop_null()))
-                yield pa.table({name: _convert(column, types[name]) for name, column in cells.items()})
-        except pa.ArrowInvalid as error:  # somewhere in these rows
-            raise UsageError(f"{file}: {one_line(error)}") from error
+                yield {name: pc.if_else(pc.is_in(column, no_value), None, column) for name, column in cells.items()}
         except (UnicodeDecodeError, csv.Error) as error:
             # The lines before the bytes that were decoded last have all been read.
             more = 1 + error.object[: error.start].count(b"\n") if isinstance(error, UnicodeDecodeError) else 0
             raise UsageError(f"{file}, line {reader.line_num + more}: {one_line(error)}") from error
+
+
+def _table(cells: dict[str, pa.Array], types: dict[str, pa.DataType], file: str) -> pa.Table:
+    """Return the columns in these types. Raise UsageError for a cell of another type."""
+    columns = {}
+    for name, column in cells.items():
+        try:
+            columns[name] = _convert(column, types[name])
+        except pa.ArrowInvalid as error:  # somewhere in these rows
+            raise UsageError(f"{file}: `{name}`: {one_line(error)}") from error
+    return pa.table(columns)
 
 
 def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str]]]:
@@ -82,12 +123,16 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
         yield rows
 
 
-def _type_of(cells: pa.Array) -> pa.DataType:
-    """Return the type of a CSV column. Dates, 0x1F, and integers that int64 cannot hold stay text."""
+def _type_of(cells: pa.Array) -> pa.DataType | None:
+    """Return the type of CSV cells; None if there are none.
+
+    Dates, 0x1F, and integers that int64 cannot hold stay text."""
+    if not len(cells):
+        return None
     kind = pa.int64() if pc.all(pc.match_substring_regex(cells, r"^\s*[-+]?\d+\s*$")).as_py() else pa.float64()
     kind = pa.bool_() if pc.all(pc.is_in(cells, BOOLS)).as_py() else kind
     try:
-        return _convert(cells, kind).type if len(cells) else pa.string()
+        return _convert(cells, kind).type
     except pa.ArrowInvalid:
         return pa.string()
 

@@ -25,9 +25,11 @@ import xxhash
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
+from src.data.column_types import keep_json_text
 from src.data.data_loader import init_worker
+from src.data.file_columns import refuse_mixed_types
 from src.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
-from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
+from src.data.row_errors import encode_rows, read_rows
 from src.data.sources import Source
 from src.runtime import console
 from src.storage import atomic_folder, verify_hashes
@@ -42,7 +44,8 @@ BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
 TEXT = Path(__file__).parents[1] / "text"
 # In the cache key, besides the code of `encode`.
-CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "csv_reader.py", "prepared_split.py")
+CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "prepared_split.py", "column_types.py")
+CODE += ("file_columns.py", "csv_reader.py", "json_reader.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
@@ -113,16 +116,15 @@ def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> No
 def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
     """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
     source, count = raw.source, len(raw.rows)
-    refuse_mixed = partial(
-        refuse_mixed_types, raw.rows.data.schema, files=source.files, name=f"{source.field}: {source}"
-    )
+    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
     try:
         columns, features = task.inspect_columns(raw.rows, source.split)
     except pa.ArrowException:  # such as labels of several types
         refuse_mixed(raw.rows.column_names)
         raise
     refuse_mixed(columns)
-    rows, encoded = raw.rows.with_format(None).select_columns(columns), keep_encoded(raw.rows.select_columns(columns))
+    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
+    encoded = keep_encoded(rows)
     size = max(raw.rows.data.nbytes, count * MEDIA_FILE if encoded.features != rows.features else 0)
     blocks = block_ranges(count, size)
     encode = partial(

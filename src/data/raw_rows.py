@@ -1,35 +1,36 @@
 """Raw rows of a source: read by `datasets`, converted to Arrow in its cache, memory-mapped; no row is misread silently.
 
-Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV files are read by csv_reader.py; a column of JSON
-that has another type after the first chunk of a file is an error, because `datasets` would write the texts of that
-chunk in quotes; dates in a column of text stay as they are written. The byte order mark of a text is removed.
+Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV and JSON files are read by csv_reader.py and
+json_reader.py, and the types of columns are those of all files (column_types.py), not of the first rows. The byte order
+mark of a text is removed.
 
-Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
+Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes, and tests/data/test_column_types.py.
 """
 
 import glob
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-
-import pyarrow as pa
-from pyarrow import json
+from typing import TYPE_CHECKING, Any
 
 from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.schema import RunConfig
-from src.data import csv_reader
-from src.data.row_errors import json_error, line_of
+from src.data import column_types, csv_reader, file_columns, json_reader
+from src.data.column_types import cast_table, join_features
+from src.data.file_columns import features_of_file
+from src.data.row_errors import line_of
 from src.data.sources import Source, named_files
 from src.runtime import private_apis
 from src.storage.cache_folder import cache_root
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
+
+
+READERS = (column_types, file_columns, csv_reader, json_reader)  # their code is part of the cache key
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,18 @@ def load_raw_rows(source: Source, cfg: RunConfig, apply: Callable[[Callable, lis
     if not source.builder:
         with _read_errors(source):
             return _load_named(source, folder)
-    arrow_files = apply(partial(_convert_file, source, folder), list(source.files))
+    files = list(source.files)
+    features = join_features(apply(partial(_read_features, source), files), source.builder)
+    arrow_files = apply(partial(_convert_file, source, folder, features or None), files)
     parts = [datasets.concatenate_datasets(list(map(datasets.Dataset.from_file, names))) for names in arrow_files]
-    try:
-        rows = datasets.concatenate_datasets(parts)
-    except ValueError as error:
-        raise UsageError(f"{source.field}: {source}: files with other types of columns: {one_line(error)}") from error
+    rows = datasets.concatenate_datasets(parts)
     return RawRows(source, rows, tuple(zip(source.files, map(len, parts), strict=True)))
+
+
+def _read_features(source: Source, file: str) -> "Features | dict":
+    """Return the features of the columns of a local file; {} if `datasets` knows them without us."""
+    with _read_errors(source, [file]):
+        return features_of_file(source.builder, file)
 
 
 def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
@@ -77,20 +83,22 @@ def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
     import datasets
 
     content = (source.builder, source.name, source.hub, source.rows_of, datasets.__version__)
-    code = [Path(file).read_text() for file in (__file__, csv_reader.__file__)]
+    code = [Path(file).read_text() for file in (__file__, *(module.__file__ for module in READERS))]
     key = (source.file_keys(files), *content, *code)
     added = {"description": hashlib.sha256(repr(key).encode()).hexdigest()[:32]} if files else {}
     return {"cache_dir": folder} | added
 
 
-def _convert_file(source: Source, folder: str | None, file: str) -> list[str]:
+def _convert_file(source: Source, folder: str | None, features: "Features | None", file: str) -> list[str]:
     """Convert a file to Arrow files in the cache of `datasets`, and return their names."""
     import datasets
 
-    options, split = _options(source, folder, [file]), source.rows_of
+    options, split = _options(source, folder, [file]) | {"features": features}, source.rows_of
     with _read_errors(source, [file]):
         name = glob.escape(file)  # `datasets` would take a[1].csv for the pattern of a1.csv
         rows = datasets.load_dataset(source.builder, data_files={split: [name]}, split=split, **options)
+        if not len(rows):
+            raise ValueError("it is empty")
     return [part["filename"] for part in rows.cache_files]
 
 
@@ -124,51 +132,30 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
 def replace_readers() -> None:
     """Replace the readers of `datasets` that would misread a file."""
     import fsspec
+    from datasets.packaged_modules.arrow.arrow import Arrow
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
+    from datasets.packaged_modules.parquet.parquet import Parquet
     from datasets.packaged_modules.text.text import Text
 
     # Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files.
     text = "reference:// is refused, because it may run code: give the files themselves"
     fsspec.register_implementation("reference", "refused.NoSuchClass", clobber=True, errtxt=text)
     private_apis.replace_table_reader(Csv, csv_reader.csv_tables)
-    private_apis.replace_table_reader(Json, _json_tables)
+    private_apis.replace_table_reader(Json, json_reader.json_tables)
     private_apis.replace_table_reader(Text, _text_tables)
+    for name, builder in {"csv": Csv, "json": Json, "parquet": Parquet, "arrow": Arrow}.items():
+        private_apis.replace_features(builder, partial(_features_of_files, name))
+    for builder in (Parquet, Arrow):
+        private_apis.replace_cast(builder, cast_table)
 
 
-def _json_tables(self, *files, **options):
-    """Yield what `Json._generate_tables` of datasets 5.2 yields, but dates in a column of text as they are written; raise
-    an error if types change after the first chunk."""
-    from datasets.packaged_modules.json import json as module
-
-    if self.info.features is not None:  # known from the first chunk
-        self.config.on_mixed_types = None
-    tables = self.unchecked_tables(*files, **options)
-    while True:  # only within: several files of a stream may be read in turn
-        with private_apis.replaced({(module, "paj"): _JsonReader(self.info.features)}):
-            item = next(tables, None)
-        if item is None:
-            return
-        yield item
-
-
-class _JsonReader:
-    """`pyarrow.json` as `datasets` calls it. Where a whole chunk or file has only dates, pyarrow makes times of them."""
-
-    ReadOptions = json.ReadOptions
-
-    def __init__(self, features: "Features | None"):
-        self.types = {field.name: field.type for field in features.arrow_schema} if features else {}
-
-    def read_json(self, file: BinaryIO, read_options: json.ReadOptions) -> pa.Table:
-        """Return the table of a chunk of JSON lines; a date is text if earlier rows of its column are text."""
-        table = json.read_json(file, read_options=read_options)
-        known = [(field, self.types.get(field.name)) for field in table.schema if "timestamp" in str(field.type)]
-        texts = [(field.name, type_) for field, type_ in known if type_ and not re.search("timestamp|ext", str(type_))]
-        if not texts:
-            return table
-        file.seek(0)
-        return json.read_json(file, read_options, json.ParseOptions(explicit_schema=pa.schema(texts)))
+def _features_of_files(name: str, builder: Any, files: list[str]) -> "Features | None":
+    """Return the features of all files of the builder with this name; those that it has found if it reads them itself."""
+    config = builder.config
+    if csv_reader.has_own_dialect(config) if name == "csv" else json_reader.has_own_dialect(config):
+        return builder.info.features
+    return join_features([features_of_file(name, file, getattr(config, "sep", ",")) for file in files], name)
 
 
 def _text_tables(self, *files, **options):
@@ -206,7 +193,7 @@ def explain_read_error(source: Source, error: BaseException, files: Sequence[str
     cause, files = _root_cause(error), files or source.files
     what = f"{source.field}: {source.display_names(files) or source.name} could not be read, or has no rows"
     text = f"{what}: {one_line(cause, 400)}"
-    text = str(cause) if isinstance(cause, UsageError) else next(filter(None, map(json_error, files)), text)
+    text = str(cause) if isinstance(cause, UsageError) else text
     for file in files:
         text = text.replace(file, source.display_names([file]))
     return text

@@ -1,16 +1,17 @@
-"""Reading and encoding of raw rows, with the file and line of a row that fails; columns of mixed types.
+"""Reading and encoding of raw rows, with the file and line of a row that fails.
 
 Tests: tests/data/test_bad_rows.py.
 """
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 from src.config.errors import Failure, UsageError, one_line
+from src.data.column_types import parse_json
 from src.tasks import Task
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ class RowLocation(NamedTuple):
 
 
 def read_rows(rows: "Dataset", ids: Sequence[int], describe: Callable[[int], str]) -> dict[str, list]:
-    """Return the columns of the raw rows with these ids.
+    """Return the columns of the raw rows with these ids; JSON text as the values that it stands for.
 
     Raise UsageError for the first row that cannot be decoded: text that is not UTF-8 (Arrow accepts any bytes as text),
     or a broken image."""
     try:
-        return rows[ids]
+        return parse_json(rows[ids], rows.features)
     except Exception:
         _refuse_first_failing(lambda i: rows[ids[i]], ids, describe, "this row cannot be decoded")
         raise
@@ -82,35 +83,10 @@ def _refuse_first_failing(
 
 def line_of(file: str, row: int) -> str:
     """Return 'line N' for a row of a file in which a row is a line, else 'row N'."""
-    if file.endswith((".jsonl", ".txt")):
+    if file.endswith((".jsonl", ".txt")) and os.path.isfile(file):
         with open(file, encoding="utf-8", errors="replace") as text:
             for number, line in enumerate(text, 1):
                 row -= file.endswith(".txt") or bool(line.strip())
                 if row < 0:
                     return f"line {number}"
     return f"row {row}"
-
-
-def json_error(file: str) -> str | None:
-    """Return a message with the first line of a .jsonl file that pyarrow refuses, or None.
-
-    pyarrow counts rows from the start of a block, so the file is one block."""
-    from pyarrow.json import ReadOptions, read_json
-
-    if not file.endswith(".jsonl") or not os.path.isfile(file) or os.path.getsize(file) >= 1 << 31:
-        return None
-    try:
-        read_json(file, ReadOptions(use_threads=False, block_size=os.path.getsize(file) + 1))
-    except pa.ArrowInvalid as error:
-        reason, _, row = str(error).rpartition(" in row ")
-        return f"{file}, {line_of(file, int(row))}: {reason.rstrip('.')}" if row.isdigit() else None
-    return None
-
-
-def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:
-    """Raise UsageError for a column of mixed types: `datasets` stores it as JSON and may read back texts in quotes."""
-    for column in columns:
-        # The entries of these may have different keys.
-        if column not in ("messages", "tools") and "arrow.json" in str(schema.field(column).type):
-            error = next(filter(None, map(json_error, files)), None)
-            raise UsageError(error or f"{name}: `{column}` holds values of several types: use one type for all rows")

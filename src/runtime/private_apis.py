@@ -205,3 +205,36 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
     Test: tests/data/test_bad_rows.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
+
+
+def replace_features(builder: type, features_of_files: Callable[[Any, list[str]], Any]) -> None:
+    """Make a builder of `datasets` take the features that `features_of_files(builder, files)` returns.
+
+    It asks for them before it writes rows, unless its dataset card or the caller has named them: then its attribute
+    `has_card` says which of the two. Test: tests/data/test_column_types.py."""
+    if hasattr(builder, "inferred_splits"):
+        return
+    builder.inferred_splits = builder._split_generators
+
+    def split_generators(self, dl_manager):
+        self.has_card = self.info.features is not None and self.config.features is None
+        is_known = self.info.features is not None
+        splits = self.inferred_splits(dl_manager)
+        if not is_known and not dl_manager.is_streaming:
+            groups = [split.gen_kwargs.get("files_iterables") or [split.gen_kwargs["files"]] for split in splits]
+            files = [file for group in groups for some in group for file in some]
+            self.info.features = features_of_files(self, files)
+        return splits
+
+    builder._split_generators = split_generators
+
+
+def replace_cast(builder: type, cast_table: Callable) -> None:
+    """Make a builder of `datasets` cast its tables by `cast_table(table, features)`.
+
+    Test: tests/data/test_column_types.py."""
+
+    def cast(self, table):
+        return table if self.info.features is None else cast_table(table, self.info.features)
+
+    builder._cast_table = cast

@@ -36,6 +36,7 @@ class Task:
 
     unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
+    json_columns: tuple[str, ...] = ("messages", "tools")  # raw columns that may hold several types; others are refused
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and src/text
 

@@ -42,8 +42,8 @@ def stream(hub, folder, steps: int = 2, **fields) -> list[str]:
 def read_all_columns():
     """The mutant."""
     open_file, open_dataset = shards._open_file, shards._open_dataset
-    shards._open_file = lambda source, file, columns: open_file(source, file, None)
-    shards._open_dataset = lambda source, columns=None: open_dataset(source)
+    shards._open_file = lambda source, file, *columns: open_file(source, file)
+    shards._open_dataset = lambda source, *columns: open_dataset(source)
 
 
 @pytest.mark.parametrize("where", ["http", "hub"])

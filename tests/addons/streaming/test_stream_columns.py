@@ -1,0 +1,79 @@
+"""Columns of a stream: only those that the task reads are compared; `encode` gets what it gets of prepared rows."""
+
+import pytest
+
+from src.config.addons import run_config
+from src.config.errors import UsageError
+from src.data import json_reader
+from src.data.dataset import prepare_datasets
+from tests.data.test_column_types import BAD_LINES, CHAT, SAME, WITH_CALL, Reader, both, jsonl, parquet
+
+STREAM = {"streaming": True, "max_steps": 1, "global_batch_size": 1}
+
+
+def seen(folder, columns, **fields) -> dict[str, list]:
+    """Return the values of `columns` that the task gets of a stream."""
+    cfg = run_config(cache_dir=str(folder / "cache"), **fields, **STREAM)
+    task = type("Columns", (Reader,), {"columns": columns})(cfg, None)
+    shards = prepare_datasets(cfg, task)["train"].shards
+    task.load()  # without the rows that it has looked at
+    for shard in range(len(shards)):
+        for block, table in enumerate(shards.blocks(shard)):
+            shards.prepare(table, shard, block, 0)
+    return task.seen
+
+
+@pytest.mark.parametrize("chunk", [40, 10 << 20])
+def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(json_reader, "CHUNK", chunk)
+    late = {"messages": WITH_CALL, "tools": [{"f": None}], "pad": [1, "x"]}
+    first = [{"messages": CHAT, "tools": None, "pad": 1}] * 5 + [late]
+    files = jsonl(tmp_path, first, [{"messages": CHAT, "tools": "[]"}])
+    for fields in both(files):
+        values = seen(tmp_path, ("messages", "tools"), **fields)
+        assert values == {"messages": [CHAT] * 5 + [WITH_CALL, CHAT], "tools": [None] * 5 + [[{"f": None}], "[]"]}
+
+
+@pytest.mark.parametrize("values", [(1, "x"), (None, "x"), (1, 1.5), ({"a": 1}, "x")])
+def test_column_that_is_not_read_may_change_its_type(tmp_path, monkeypatch, values):
+    monkeypatch.setattr(json_reader, "CHUNK", 20)
+    one, other = ({"text": "a", "n": value} for value in values)
+    for fields in both(jsonl(tmp_path, [one] * 3 + [other], [other])):
+        assert seen(tmp_path, ("text",), **fields) == {"text": ["a"] * 5}
+
+
+@pytest.mark.parametrize("late", ["x", 1.5, 2**70])
+def test_late_type_of_a_column_is_refused_with_file_and_line(tmp_path, monkeypatch, late):
+    monkeypatch.setattr(json_reader, "CHUNK", 20)
+    files = jsonl(tmp_path, [{"n": 1, "m": 1}] * 9 + [{"n": 1, "m": late}, {"n": late, "m": 1}])
+    with pytest.raises(UsageError, match=r"0.jsonl, line 11: `n` is .*int64"):
+        seen(tmp_path, ("n",), train_file=[str(files[0])])
+
+
+def test_csv_column_that_is_not_read_may_change_its_type(tmp_path, monkeypatch):
+    monkeypatch.setattr("src.data.csv_reader.ROWS", 2)
+    file = tmp_path / "a.csv"
+    file.write_text("text,n\na,1\na,2\na,x\n")
+    assert seen(tmp_path, ("text",), train_file=[str(file)]) == {"text": ["a"] * 3}
+    with pytest.raises(UsageError, match=r"a.csv: `n`: .*'x'"):
+        seen(tmp_path, ("n",), train_file=[str(file)])
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_line_that_is_no_row_is_named(tmp_path, line):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n' + line)
+    with pytest.raises(UsageError, match=rf"a\.jsonl, {BAD_LINES[line]}"):
+        seen(tmp_path, ("text",), train_file=[str(file)])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_types_of_files_that_hold_the_same_are_one(tmp_path, name):
+    files = parquet(tmp_path, *SAME[name])
+    expected = [value for column in SAME[name] for value in column.to_pylist()]
+    with_null = [
+        [dict.fromkeys(("role", "content", "n")) | turn for turn in chat] for chat in expected if name == "keys"
+    ]
+    files_alone, folder = (seen(tmp_path, ("c",), **fields) for fields in both(files))
+    assert files_alone == {"c": expected}  # a file has its own keys
+    assert folder == {"c": with_null or expected}
