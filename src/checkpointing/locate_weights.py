@@ -19,6 +19,7 @@ from src.config.fields import ASK
 from src.config.paths import REPOSITORY, locate, path_of_flag, read_yaml
 from src.config.schema import RunConfig
 from src.storage import verify_hashes
+from src.storage.git_lfs import refuse_pointers_of_model
 from src.tasks import OPTIONS
 
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
@@ -61,6 +62,7 @@ def locate_weights(name: str, field: str) -> Path:
             f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "
             "other models give --model_name_or_path"
         )
+    refuse_pointers_of_model(weights, field, weights=True)
     is_ours = (weights / verify_hashes.MANIFEST).exists() or (weights / "state.json").exists()
     if is_ours and (errors := verify_hashes.verify(weights)):
         raise UsageError(f"{field}: {weights} is damaged: {'; '.join(errors)}")

@@ -18,6 +18,7 @@ from src.config.paths import locate, plain_data
 from src.config.schema import RunConfig
 from src.storage import http_files, hub
 from src.storage.cache_folder import cache_root, sample_folder
+from src.storage.git_lfs import refuse_pointers
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -146,6 +147,8 @@ def fetch_source(source: Source, cfg: RunConfig) -> Source:
     if not source.builder:
         return source if source.files else at_commit(source, root)
     local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
+    for url, file in local.items():
+        refuse_pointers([file], source.field, url)
     files = tuple(local.get(file, file) for file in source.files)
     return replace(source, files=files, origins={file: url for url, file in local.items()})
 
@@ -181,11 +184,13 @@ def _list_folder(folder: str, field: str) -> list[str]:
 
 
 def _require_readable(file: str, field: str) -> str:
-    """Return `file`. Raise UsageError for a folder (or a symlink to one), a pipe (it would hang), a broken symlink."""
+    """Return `file`. Raise UsageError for a folder (or a symlink to one), a pipe (it would hang), a broken symlink, and a
+    pointer of Git LFS."""
     if not os.path.isfile(file) or not os.access(file, os.R_OK):
         raise UsageError(
             f"{field}: {file} is not a readable file: give a folder as --dataset_name, or a glob of its files"
         )
+    refuse_pointers([file], field)
     return file
 
 

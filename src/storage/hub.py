@@ -12,6 +12,7 @@ from typing import Any
 from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate, not_found_locally
 from src.storage.cache_folder import compute_once
+from src.storage.git_lfs import refuse_pointers_of_model
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 UNUSED = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite")
@@ -56,6 +57,7 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
         return {"folder": folder}
 
     if Path(folder := locate(name)).is_dir():
+        refuse_pointers_of_model(folder, field, weights)
         return folder
     part = "model" if weights else "tokenizer"
     return _fetch(part, name, revision, field, root, download)["folder"]
