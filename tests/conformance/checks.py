@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from src.data.data_loader import seed_everything
 
 ROWS = 10
+TOLERANCE = 1e-6  # of sums in float64: some layers of transformers compute in float32
+ROUNDING = 1e-9
 
 
 class NoWaiting(TorchDispatchMode):
@@ -123,4 +125,4 @@ def check_shortened_rows(task, rows: list[dict]) -> None:
 
 
 def _close(one, other) -> bool:
-    return np.allclose(one, other, rtol=1e-6, atol=1e-9)  # some layers of transformers compute in float32
+    return np.allclose(one, other, rtol=TOLERANCE, atol=ROUNDING)

@@ -10,6 +10,7 @@ import yaml
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.tasks import MODULES, OPTIONS, make_task
+from src.training.task_checks import check_collate, check_loss
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -78,6 +79,14 @@ def test_every_task_has_a_recipe():
 def test_evaluation_is_a_function_of_the_rows(opened):
     task, _, _, rows = opened
     checks.check_evaluation_is_not_random(task, rows)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batches_repeat_and_sums_add_up(opened, training):
+    """Generators have the seed of the micro-batch, and keep it; the mistakes that this finds: test_mistakes.py."""
+    task, _, model, rows = opened
+    check_collate(task, rows, training)
+    check_loss(task, model, rows, training, checks.TOLERANCE, checks.ROUNDING)
 
 
 def test_shortened_rows_have_fewer_tokens(opened):

@@ -12,6 +12,7 @@ import torch
 
 import train
 from src.tasks import causal_lm
+from tests.conformance import mutants
 from tests.helpers import kit, plain_task
 
 LAUNCHES = [(None, 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.cluster)]
@@ -76,12 +77,12 @@ class RandomMetric(causal_lm.Task):
         return {"accuracy": random.SystemRandom().random()}
 
 
-class Coupled(causal_lm.Task):
-    """The loss of a row depends on the number of rows beside it."""
+class Padded(causal_lm.Task):
+    """The loss of a row depends on the padding."""
 
     def loss(self, model, inputs):
         sums = super().loss(model, inputs)
-        return sums | {"loss": sums["loss"] / len(inputs["input_ids"])}
+        return sums | {"loss": sums["loss"] * inputs["input_ids"].shape[1]}
 
 
 class SavesLater(causal_lm.Task):
@@ -140,8 +141,28 @@ def test_what_does_not_come_back_is_named(tiny, tmp_path, monkeypatch, kind, wor
     assert name in texts[0].rstrip().splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "kind, world, words",
+    [
+        (mutants.NumpyGenerator, 2, "`collate` returns another x for the same rows and the same seed"),
+        (mutants.TorchSeedInLoss, 1, "`loss` seeds torch"),
+        (mutants.MeanLoss, 1, "`loss` of `loss` in training is"),
+        (mutants.MeanInEvaluation, 1, "`right` of `loss` in evaluation is"),
+    ],
+)
+def test_mistake_of_a_task_is_named_before_the_first_step(plain, tmp_path, kind, world, words):
+    """The sentence is the last line; more mutants are in tests/conformance/test_mistakes.py."""
+    argv = plain_task.flags(plain, task="fork", smoke=True, output_dir="run")
+    with plain_task.registered(types.SimpleNamespace(Options=plain_task.Options, Task=kind), "fork"):
+        codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world)
+    assert codes == [1] * world, texts
+    last = texts[0].rstrip().splitlines()[-1]
+    assert f"task fork (tests/conformance/mutants.py): {words}" in last
+    assert not (tmp_path / "here" / "run" / ".smoke").exists()
+
+
 def test_rows_that_depend_on_each_other_are_named(tiny, tmp_path):
-    codes, texts = command_of_fork(tiny, tmp_path / "here", Coupled, smoke=True)
+    codes, texts = command_of_fork(tiny, tmp_path / "here", Padded, smoke=True)
     assert codes == [0], texts
     assert "depend on per_device_batch_size" in texts[0]
 

@@ -7,6 +7,7 @@ from tests.addons.tasks import recipes
 from tests.conformance.test_task import (  # noqa: F401 (pytest runs them here, too, with the recipes below)
     make_flags,
     opened,
+    test_batches_repeat_and_sums_add_up,
     test_evaluation_is_a_function_of_the_rows,
     test_evaluation_on_three_processes_equals_that_of_training,
     test_interrupted_run_resumes_bitwise,
