@@ -103,9 +103,13 @@ def _reseeds(task: Task, method: str, generator: str) -> str:
 
 def differences(one: Batch, other: Batch) -> list[str]:
     """Return the names of the parts of two batches that differ."""
-    parts = [batch._asdict() | batch.inputs | batch.sums for batch in (one, other)]
-    names = [name for name in parts[0] | parts[1] if name not in ("inputs", "sums")]
-    return [name for name in names if not _equal(parts[0].get(name), parts[1].get(name))]
+    first, second = parts_of(one), parts_of(other)
+    return [name for name in first | second if not _equal(first.get(name), second.get(name))]
+
+
+def parts_of(batch: Batch) -> dict[str, Any]:
+    counts = {"weight": batch.weight, "tokens": batch.tokens, "padded_tokens": batch.padded_tokens}
+    return counts | batch.sums | batch.inputs
 
 
 def _equal(one: Any, other: Any) -> bool:

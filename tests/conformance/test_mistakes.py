@@ -8,8 +8,9 @@ import pytest
 from src.config.errors import Failure
 from src.training.task_checks import check_collate, check_loss
 from tests.conformance import checks, mutants
+from tests.conformance.host_reads import host_reads
 from tests.conformance.test_task import open_task
-from tests.helpers import plain_task
+from tests.helpers import kit, plain_task
 
 pytestmark = pytest.mark.conformance
 
@@ -52,3 +53,41 @@ def test_mutant_new_seed_is_named(data, kind):
 def test_mutant_mean_is_named(data, kind):
     with pytest.raises(Failure, match=f"task fork .*{mutants.MEANS[kind]}"):
         check(data, kind)
+
+
+# ---- a host that waits for the device in each step -------------------------------------------------------------------
+
+
+def test_no_step_reads_a_tensor(data, tmp_path):
+    """Two steps of train.py between two log lines."""
+    with plain_task.registered():
+        reads = host_reads(kit.REPOSITORY / "train.py", tmp_path / "run", *plain_task.flags(data))
+    assert not reads, (
+        f"the host reads a tensor in each step, so on a GPU it waits there: {'; '.join(reads)}: compute on the device, "
+        "or read at a log line (docs/forking.md, A new number in the log)"
+    )
+
+
+READS = {
+    "print(losses.losses.sum().item())": "item",
+    "if norm > 1: print('a large norm')": "__bool__",
+    "print(f'{norm:.3f}')": "item",
+    "history = losses.losses.to('cpu')": "to",
+    "history = losses.losses[losses.losses > 0]": "tensor[mask]",
+    "history = [float(norm), norm.tolist()]": "__float__",
+}
+
+
+def test_mutant_loop_that_reads_is_named(data, tmp_path):
+    """By file, line and method: all of them in one train.py, one below the other."""
+    source = (kit.REPOSITORY / "train.py").read_text()
+    before, place, after = source.partition("state.add_update(norm, skipped, batch, losses)\n")
+    assert place, "train.py has no line `state.add_update(…)` any more: let this test add its mutants elsewhere"
+    indent = " " * (len(before) - len(before.rstrip(" ")))
+    (tmp_path / "train.py").write_text(before + place + "".join(f"{indent}{line}\n" for line in READS) + after)
+    first = before.count("\n") + 2
+    with plain_task.registered():
+        reads = host_reads(tmp_path / "train.py", tmp_path / "run", *plain_task.flags(data))
+    lines = enumerate(READS.values(), start=first)
+    expected = [f"train.py:{line} (train): {'' if '[' in name else 'Tensor.'}{name}" for line, name in lines]
+    assert sorted(reads) == sorted(expected)
