@@ -175,7 +175,7 @@ class RunConfig:
         "evaluation metric that chooses the checkpoint of final/ (default: the last step)"
     )
     greater_is_better: bool | None = changeable(
-        "whether a greater metric is better (default: true unless its name ends in loss)"
+        "whether a greater metric is better (default: true unless its name ends in loss; wer and the like need it)"
     )
     early_stopping_patience: int | None = changeable(
         "end after this many evaluations in a row without a new best (default: never)", min=1

@@ -5,6 +5,7 @@ values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_in
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from src.config.schema import RunConfig, best_by
 
 HUB_FIELDS = ("dataset_config_name", "dataset_revision", "dataset_split")  # only with dataset_name
 TRY = "(try --config configs/stdlib_lm.yaml)"
-LOWER_IS_BETTER = {"perplexity", "ppl", "bits_per_byte", "brier_score", "error", "error_rate"}
-LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "mse", "rmse", "mae", "mape", "smape", "mase"}
+# Words of the names of metrics.
+LOWER_IS_BETTER = {"loss", "losses", "error", "errors", "nll", "entropy", "perplexity", "ppl", "bits", "bpb", "bpc"}
+LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "eer", "mse", "rmse", "mae", "mape", "smape", "mase"}
+LOWER_IS_BETTER |= {"brier", "distance", "divergence", "deviation", "ece", "fid"}
 
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
@@ -91,7 +94,7 @@ def mixture_errors(mixture: dict | None) -> Iterator[str]:
 
 
 def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
-    """Yield the errors of a training: model, data, micro-batch, profile, optimizer."""
+    """Yield the errors of a training: model, data, micro-batch, profile, best metric, optimizer."""
     if cfg.model_name_or_path and cfg.model_config:
         yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
     if getattr(options, "needs_model", False) and not cfg.model_name_or_path and not cfg.model_config:
@@ -103,7 +106,19 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
     if (steps := cfg.profile_steps) and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"
+    name, greater = best_by(cfg)
+    if cfg.greater_is_better is None and greater and sounds_lower_is_better(name):
+        yield (
+            f"metric_for_best_model is {name}, and the GREATEST would be the best: give greater_is_better false, or true if "
+            "that is right (only a name that ends in loss means that lower is better)"
+        )
     yield from optimizer_errors(cfg)
+
+
+def sounds_lower_is_better(name: str) -> bool:
+    """Return whether a word in the name of a metric says that a lower value is better (of SOURCE/NAME: in NAME)."""
+    words = re.split(r"[^a-z]+", name.split("/")[-1].lower())
+    return any(word in LOWER_IS_BETTER or word.endswith("error") for word in words)
 
 
 def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
@@ -124,7 +139,7 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
 
 
 def ignored_requests(cfg: RunConfig) -> Iterator[str]:
-    """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
+    """Yield a warning for each field without effect, and for early stopping that does not keep the best model."""
     if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
     if cfg.model_revision != RunConfig.model_revision and not cfg.model_name_or_path:
@@ -133,10 +148,11 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
         yield f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored on one process"
     if cfg.early_stopping_patience and not cfg.eval_steps:
         yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
-    name, _ = best_by(cfg)
-    last = name.split("/")[-1].lower()
-    if cfg.greater_is_better is None and (last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))):
-        yield f"metric_for_best_model is {name}, and the GREATEST is the best: otherwise give --greater_is_better false"
+    elif cfg.early_stopping_patience and not cfg.metric_for_best_model:
+        yield (
+            "early_stopping_patience without metric_for_best_model ends the run by its loss, and final/ is the last step, not "
+            "the best one: give --metric_for_best_model loss to keep the best one"
+        )
     uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
     if cfg.greater_is_better is not None and not uses:
         yield "greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"

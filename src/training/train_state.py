@@ -196,7 +196,8 @@ class Intervals:
             return ""
         state, reached = self.state, f"step {self.state.step:,} of {self.num_steps:,}"
         why = f"evaluations in a row without a better {state.best_metric}: {state.evals_without_improvement}"
-        return f"stopped early at {reached} ({why}; early_stopping_patience)"
+        final = "" if self.cfg.metric_for_best_model else "; without metric_for_best_model, final/ is this last step"
+        return f"stopped early at {reached} ({why}; early_stopping_patience){final}"
 
 
 @dataclass(eq=False)

@@ -224,13 +224,32 @@ def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
 
 
 @pytest.mark.parametrize(
+    "name, is_lower",
+    [
+        *((name, True) for name in ("wer", "eval_cer", "mse", "perplexity", "bits_per_byte", "code/perplexity")),
+        *((name, True) for name in ("word_error_rate", "absolute_error", "wer_clean", "loss_per_row", "ema/mae")),
+        *((name, False) for name in ("loss", "eval_loss", "code/loss", "balance_loss", "accuracy", "error/accuracy")),
+        *((name, False) for name in ("f1", "mean_iou", "maester", "interval_score")),
+    ],
+)
+def test_metric_whose_name_says_lower_is_better_needs_a_direction(here, name, is_lower):
+    if is_lower:
+        text = errors(**MODEL, metric_for_best_model=name)
+        assert f"metric_for_best_model is {name.removeprefix('eval_')}, and the GREATEST" in text
+        assert "greater_is_better" in text
+    for given in ({"greater_is_better": False}, {"greater_is_better": True}) if is_lower else ({},):
+        validation.check(*parsed(**MODEL, **given, metric_for_best_model=name))
+
+
+@pytest.mark.parametrize(
     "values, words",
     [
         ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, "warmup_steps 3 is ignored"),
         ({"model_revision": "v2"}, "model_revision v2 is ignored"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook fp16 is ignored"),
         ({"early_stopping_patience": 2}, "early_stopping_patience has no effect"),
-        ({"metric_for_best_model": "wer"}, "metric_for_best_model is wer, and the GREATEST is the best"),
+        ({"early_stopping_patience": 2, "eval_steps": 5}, "final/ is the last step"),
+        ({"early_stopping_patience": 2, "eval_steps": 5, "metric_for_best_model": "loss"}, ""),
         ({"greater_is_better": True}, "greater_is_better is ignored"),
         ({"model_revision": "v2", "model_name_or_path": "org/model"}, ""),
     ],

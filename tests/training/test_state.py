@@ -157,6 +157,7 @@ def test_early_stopping_ends_all_ranks_at_one_step(tiny, tmp_path):
     assert [line["step"] for line in run.kind("eval")] == [3, 6, 9]
     assert [line["step"] for line in run.kind("train")] == list(range(1, 10))
     assert kit.same(run.weights, kit.load_weights(at_step(run, 9)))
+    assert "without metric_for_best_model, final/ is this last step" in (tmp_path / "run.out" / "rank0.txt").read_text()
     again = kit.run_training(2, run.folder, *flags)
     assert again.lines == run.lines
     assert "nothing is left to train" in (tmp_path / "run.out" / "rank0.txt").read_text()
