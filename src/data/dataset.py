@@ -9,9 +9,10 @@ import json
 import os
 
 from src.config import parsing, validation
-from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
+from src.config.addons import fields_of_addons_with, follows_evaluations, function_of_addon, functions_of_addons
 from src.config.errors import UsageError, is_unwritable, warn
 from src.config.schema import RunConfig
+from src.data.computed_rows import ComputedSplit, open_computed_rows
 from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
 from src.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
@@ -55,6 +56,8 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
         for source in sources.values():
             if len({*map(os.path.realpath, source.files)}) < len(source.files):
                 warn(f"{source.field}: {source} names a file more than once, so its rows are read as often")
+            if source.computed:
+                _check_computed(cfg, source)
         by_split[split] = {name: fetch(source, cfg) for name, source in sources.items()}
 
     splits = {}
@@ -72,6 +75,11 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
 
 def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
     """Return the prepared rows of a source, or None if a dataset given by name has no such split."""
+    if source.computed:
+        computed = open_computed_rows(source)
+        if computed is not None:
+            _give_features(task, computed)
+        return computed
     folder = prepare_rows(cfg, task, source)
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
@@ -118,6 +126,28 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
         name, value = next(iter(needed.items()))
         raise UsageError(
             f"{name} is {value}, but there is no evaluation data: give --validation_file, or remove {name}"
+        )
+
+
+def _give_features(task: Task, computed: ComputedSplit) -> None:
+    """Call `on_prepared` of the task; raise UsageError if it needs features that the rows do not have."""
+    features = computed.features()
+    if features is not None:
+        task.on_prepared(features)
+    elif type(task).on_prepared is not Task.on_prepared:
+        raise UsageError(
+            f"{computed.folder}: task {task.cfg.task} reads the features of its rows: define features() in the class Rows"
+        )
+
+
+def _check_computed(cfg: RunConfig, source: Source) -> None:
+    """Raise UsageError for fields that computed rows cannot obey."""
+    names = ("find_sources", "open_source", "after_preparation")
+    fields = [field for name in names for field in fields_of_addons_with(cfg, name)]
+    fields += ["dataset_config_name"] if source.config_name else []
+    if fields:
+        raise UsageError(
+            f"{fields[0]} is given, but {source.field} {source.name} computes its rows when they are read: remove one of them"
         )
 
 

@@ -154,7 +154,8 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
         return "a stream"
     packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
     counted = f", {stats['tokens']:,} {unit}" if stats["tokens"] != stats["examples"] else ""
-    return f"{stats['examples']:,} rows{packed}{counted}, {stats['targets']:,} targets"
+    targets = f", {stats['targets']:,} targets" if stats["targets"] else ""  # of computed rows they are not counted
+    return f"{stats['examples']:,} rows{packed}{counted}{targets}"
 
 
 def task_stats(task) -> dict:

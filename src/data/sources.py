@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from src.config.errors import UsageError, warn
 from src.config.paths import locate, plain_data
 from src.config.schema import RunConfig
 from src.storage import http_files, hub
-from src.storage.cache_folder import cache_root, sample_folder
+from src.storage.cache_folder import cache_root, sample_folder, sample_module
 from src.storage.git_lfs import refuse_pointers
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Source:
     revision: str | None = None  # Hub revision, replaced by its commit when looked up
     dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
+    computed: Any = None  # class of rows that a file of samples/ computes; then there are no files
 
     def __str__(self) -> str:
         return self.display_names(self.files) or str(self.name)
@@ -135,6 +136,8 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     name, trained = str(fields["dataset_name"]), fields.get("dataset_split")
     source = Source(f"{where}dataset_name", split, (), None, name, fields.get("dataset_config_name"))
     source = replace(source, dataset_split=None if trained == "train" else trained)  # the default: one cache key
+    if rows := getattr(sample_module(name), "Rows", None):
+        return replace(source, computed=rows)
     folder = sample_folder(name, cache) or locate(name)
     if os.path.isdir(folder):
         return replace(source, files=tuple(_list_folder(folder, source.field)), name=folder)
@@ -145,7 +148,7 @@ def fetch_source(source: Source, cfg: RunConfig) -> Source:
     """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
     root = cache_root(cfg)
     if not source.builder:
-        return source if source.files else at_commit(source, root)
+        return source if source.files or source.computed else at_commit(source, root)
     local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
     for url, file in local.items():
         refuse_pointers([file], source.field, url)

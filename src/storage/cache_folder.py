@@ -18,10 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
 from src.storage.atomic_folder import rewrite
@@ -95,16 +97,24 @@ def cache_root(cfg: RunConfig) -> Path:
     return root / f"node_{socket.gethostname()}" if cfg.cache_per_node else root
 
 
-def sample_folder(name: str, cache: Path) -> str | None:
-    """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
-
-    Its name holds a hash of the code that makes it, so changed code, or another checkout, has rows of its own."""
+def sample_module(name: str) -> ModuleType | None:
+    """Return the module samples/NAME.py; None if there is no such sample."""
     if name not in {path.stem for path in (REPOSITORY / "samples").glob("[a-z]*.py")}:
         return None
-    sample = import_module(f"samples.{name}")
-    code = b"".join(path.read_bytes() for path in sorted((REPOSITORY / "samples").glob("_*.py")))
-    code += Path(str(sample.__file__)).read_bytes()
-    target = cache.absolute() / "samples" / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
+    return import_module(f"samples.{name}")
+
+
+def sample_folder(name: str, cache: Path) -> str | None:
+    """Return the folder of the sample `name` in `cache`, made on first use; None if no sample of this name makes one.
+
+    Its name holds a hash of the code that makes it, and of what `depends_on()` of the sample returns. So changed code,
+    another checkout, or changed input has rows of its own."""
+    sample = sample_module(name)
+    if sample is None or not hasattr(sample, "make"):
+        return None
+    code = shared_sample_code() + Path(str(sample.__file__)).read_bytes()
+    input_key = depends_on(sample)
+    target = cache.absolute() / "samples" / f"{name}-{hashlib.sha256(code + input_key.encode()).hexdigest()[:8]}"
 
     def make() -> None:
         print(f"building the sample dataset {name} in {target}", flush=True)
@@ -112,10 +122,28 @@ def sample_folder(name: str, cache: Path) -> str | None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         sample.make(temporary)
+        if depends_on(sample) != input_key:
+            shutil.rmtree(temporary)
+            raise UsageError(f"{sample.__file__}: what depends_on() returns changed while make() ran: start again")
         temporary.rename(target)
 
     run_once(target, make, f"building the sample dataset {name}")
     return str(target)
+
+
+def shared_sample_code() -> bytes:
+    """Return the code of the files that samples share, samples/_*.py."""
+    return b"".join(path.read_bytes() for path in sorted((REPOSITORY / "samples").glob("_*.py")))
+
+
+def depends_on(sample: Any) -> str:
+    """Return what `depends_on()` of a sample returns, as JSON; an empty string if it defines none.
+
+    Raise UsageError if it fails, or returns anything but text, numbers, lists and dicts of them."""
+    if not hasattr(sample, "depends_on"):
+        return ""
+    with errors_of(f"{sample.__file__}: depends_on() (it returns text, numbers, or lists and dicts of them)"):
+        return json.dumps(sample.depends_on(), sort_keys=True)
 
 
 def sample_tokenizer(name: str, cache: Path) -> str | None:

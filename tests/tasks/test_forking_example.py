@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import types
@@ -19,6 +20,7 @@ from src.tasks import OPTIONS, make_task
 from tests.conformance import checks
 from tests.conformance.test_task import make_flags
 from tests.helpers import kit, plain_task
+from tests.helpers.sample_files import add_sample
 
 PAGE = (kit.REPOSITORY / "docs" / "forking.md").read_text()
 
@@ -80,6 +82,42 @@ def test_whole_task_of_a_plain_module(forecasting, tmp_path):
     assert " rows/s ETA" in log
     assert "203 rows, 1,218 targets" in log
     assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
+
+
+def test_rows_from_a_database_and_computed_rows(forecasting, tmp_path, monkeypatch):
+    """A row that is added to the database makes the data again; computed rows are trained on as they are."""
+    readings, waves = blocks("Rows of your own", "python")
+    flags = [*forecasting, *kit.flags(max_steps=4, save_steps=2, logging_steps=1)]
+    flags = [
+        word for word in flags if not word.endswith(".jsonl") and word not in ("--train_file", "--validation_file")
+    ]
+    add_sample("readings", readings, tmp_path, monkeypatch)
+    monkeypatch.setenv("READINGS", str(tmp_path / "readings.db"))
+    generator = np.random.default_rng(3)
+    counts = []
+    with sqlite3.connect(tmp_path / "readings.db") as database:
+        database.execute("create table readings (number integer primary key, series text)")
+        for added in (60, 5):
+            rows = [(json.dumps(generator.normal(size=30).tolist()),) for _ in range(added)]
+            database.executemany("insert into readings (series) values (?)", rows)
+            database.commit()
+            cfg, options = parsing.parse([*flags, "--dataset_name", "readings"], OPTIONS)
+            splits = prepare_datasets(cfg, make_task(cfg, options))
+            counts.append([len(splits[name]) for name in ("train", "validation")])
+    assert counts == [[50, 10], [55, 10]]
+
+    flags = [*flags, "--dataset_name", "waves"]
+    module = add_sample("waves", waves, tmp_path, monkeypatch)
+    one, two = (kit.run_training(world, tmp_path / f"waves_{world}", *flags) for world in (1, 2))
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    assert one.kind("eval")[-1]["examples"] == 50
+    assert np.array_equal(module.Rows("train").rows([7])[0]["past"], module.Rows("train").rows([3, 7])[1]["past"])
+    kit.rewind(one.folder, 2, tmp_path / "changed")
+    add_sample("waves", waves.replace("0.1", "0.2"), tmp_path, monkeypatch)
+    argv = [*flags, "--output_dir", tmp_path / "changed", "--resume", tmp_path / "changed"]
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here")
+    assert codes == [2], texts
+    assert "data.rows: " in texts[0]
 
 
 def test_two_optimizers(forecasting, tmp_path, monkeypatch):
