@@ -3,13 +3,12 @@
 Tests: tests/conformance/test_task.py runs them for every recipe, and for mutants that they must catch.
 """
 
-from contextlib import contextmanager
-
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.data.data_loader import seed_everything
+from tests.conformance.host_reads import HostReads
 
 ROWS = 10
 TOLERANCE = 1e-6  # of sums in float64: some layers of transformers compute in float32
@@ -31,21 +30,6 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _generation_may_wait(model):
-    """Within, `model.generate` may read from the device: it must know whether all rows have ended."""
-    if generate := getattr(model, "generate", None):
-        model.generate = lambda *args, **kwargs: _outside_of_modes(generate, *args, **kwargs)
-    yield
-    if generate:
-        del model.generate
-
-
-def _outside_of_modes(function, *args, **kwargs):
-    with _disable_current_modes():
-        return function(*args, **kwargs)
-
-
 def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> tuple[dict, dict]:
     """Return (weight and sums, values per row) of a batch, all in float64 on the host."""
     model.train(training)
@@ -54,8 +38,13 @@ def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> t
     for name in ("weight", "tokens", "padded_tokens"):
         assert not torch.is_tensor(getattr(batch, name)), f"`collate` returns {name} as a tensor: return a number"
     seed_everything(seed)
-    with torch.no_grad(), _generation_may_wait(model), NoWaiting():
+    reads = HostReads()
+    with torch.no_grad(), reads.generation_allowed(model), reads.noted():
         out = task.loss(model, batch.inputs)
+    assert not reads.found, (
+        f"`loss` waits for the device in every micro-batch, because the host reads a tensor: {reads.places()}: compute on "
+        "the host, in `collate`, what the host can know"
+    )
     sums = {name: float(value) for name, value in out.items() if value.dim() == 0}
     assert hasattr(task, "compute_gradient") or "loss" in sums, "`loss` returns no scalar named loss"
     values = {name: value.double().numpy() for name, value in out.items() if value.dim()}

@@ -53,9 +53,11 @@ class HostReads(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: dict[str, str] = {}
+        self.is_paused = False
 
     def note(self, what: str) -> None:
-        if place := reader():
+        place = None if self.is_paused else reader()
+        if place:
             self.found.setdefault(place, what)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -81,6 +83,27 @@ class HostReads(TorchDispatchMode):
     def noted(self):
         with self, replaced({(torch.Tensor, name): self.noting(name) for name in METHODS}):
             yield self
+
+    @contextmanager
+    def generation_allowed(self, model):
+        """Within, `model.generate` may read: it must know whether all rows have ended."""
+        generate = getattr(model, "generate", None)
+
+        def unnoted(*args, **kwargs):
+            self.is_paused = True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.is_paused = False
+
+        if generate:
+            model.generate = unnoted
+        yield
+        if generate:
+            del model.generate
+
+    def places(self) -> str:
+        return "; ".join(f"{place}: {what}" for place, what in self.found.items())
 
 
 def _train(file: str, argv: list) -> list[str]:

@@ -151,7 +151,9 @@ MUTANTS = {
     "depends on the rows or the padding beside it": lambda sums, inputs: {
         name: value * inputs["input_ids"].shape[1] for name, value in sums.items()
     },
-    "waits for the device": lambda sums, inputs: sums if inputs["targets"].max().item() else {},
+    "waits for the device.*test_task.py.*item": lambda sums, inputs: sums if inputs["targets"].max().item() else {},
+    "waits for the device.*tolist": lambda sums, inputs: sums if inputs["targets"].tolist() else {},
+    "waits for the device.*mask": lambda sums, inputs: sums | {"n": inputs["targets"][inputs["targets"] > 3].sum()},
 }
 
 
