@@ -144,7 +144,6 @@ def _check_computed(cfg: RunConfig, source: Source) -> None:
     """Raise UsageError for fields that computed rows cannot obey."""
     names = ("find_sources", "open_source", "after_preparation")
     fields = [field for name in names for field in fields_of_addons_with(cfg, name)]
-    fields += ["dataset_config_name"] if source.config_name else []
     if fields:
         raise UsageError(
             f"{fields[0]} is given, but {source.field} {source.name} computes its rows when they are read: remove one of them"

@@ -137,6 +137,9 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     source = Source(f"{where}dataset_name", split, (), None, name, fields.get("dataset_config_name"))
     source = replace(source, dataset_split=None if trained == "train" else trained)  # the default: one cache key
     if rows := getattr(sample_module(name), "Rows", None):
+        for of_hub in ("dataset_config_name", "dataset_revision"):
+            if fields.get(of_hub):
+                raise UsageError(f"{where}{of_hub} is {fields[of_hub]}, but {name} is a file of samples/: remove it")
         return replace(source, computed=rows)
     folder = sample_folder(name, cache) or locate(name)
     if os.path.isdir(folder):

@@ -54,6 +54,7 @@ def test_computed_rows_are_exact_on_two_processes_and_after_a_kill(flags, tmp_pa
     assert one.kind("eval")[-1]["examples"] == two.kind("eval")[-1]["examples"] == 21
     assert kit.ledger_text(one.folder) == kit.ledger_text(two.folder)
     assert kit.first_other_step(one.folder) is None
+    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
     train_until_killed(13, 2, tmp_path / "killed", *flags)
     resumed = kit.run_training(2, tmp_path / "killed", *flags)
     assert "Resuming from step 8" in (tmp_path / "killed.out" / "rank0.txt").read_text()
@@ -156,6 +157,12 @@ def test_fields_that_need_files_are_refused(flags, field):
     more = {"max_steps": 3} if field == "streaming" else {}
     with pytest.raises(UsageError, match=f"{field}.* is given, but dataset_name signs"):
         open_task([*flags, *kit.flags(**{field: value}, **more)])
+
+
+@pytest.mark.parametrize("field", ["dataset_config_name", "dataset_revision"])
+def test_fields_of_the_hub_are_refused(flags, field):
+    with pytest.raises(UsageError, match=f"{field} is v2, but signs is a file of samples/"):
+        open_task([*flags, f"--{field}", "v2"])
 
 
 def test_task_that_reads_features_needs_them(flags, monkeypatch):
