@@ -14,6 +14,7 @@ from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
+from src.distributed.model_structure import Structure, make_alike, structure_of
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -58,18 +59,23 @@ class FSDP2(Backend):
             return super().build_model(task, weights)
         build, model = super().build_model, None
 
-        def build_on_main() -> tuple[dict, dict]:
+        def build_on_main() -> tuple[dict, Structure]:
             nonlocal model
             model = build(task, weights)
             attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
-            return attributes, {name: p.requires_grad for name, p in model.named_parameters()}
+            return attributes, structure_of(model)
 
-        attributes, trainable = run_on_main(self.accelerator, build_on_main)
+        attributes, structure = run_on_main(self.accelerator, build_on_main)
+        difference = None
         if model is None:
             vars(task).update(attributes)
             model = task.build_model(weights, empty=True)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(trainable[name])
+            difference = make_alike(model, structure)
+        if differences := self.hosts.union({difference} if difference else set()):
+            raise UsageError(
+                f"the other ranks build another model than rank 0, which reads the weights ({differences[0]}): `build` of "
+                f"task {self.cfg.task} must make the same modules with `empty`, or set fsdp_cpu_ram_efficient_loading to false"
+            )
         return model
 
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
@@ -103,17 +109,16 @@ class FSDP2(Backend):
 
     @contextmanager
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
-        """Broadcast the main process's persistent buffers: accelerate 1.15 broadcasts only non-persistent ones."""
-        persistent = []
+        """Broadcast the main process's buffers. accelerate 1.15 keeps those of each process, and shards persistent ones."""
+        buffers, persistent = [], []
         if self.main_process_builds:
-            keys = model_with_loss.state_dict().keys()
-            names = [name for name, _ in model_with_loss.named_buffers(remove_duplicate=False) if name in keys]
-            persistent = [
-                (model_with_loss.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)
-            ]
-        for module, name in persistent:
-            buffer = getattr(module, name).to(self.accelerator.device)
-            torch.distributed.broadcast(buffer, 0)
+            saved = model_with_loss.state_dict().keys()
+            names = [name for name, _ in model_with_loss.named_buffers(remove_duplicate=False)]
+            buffers = [_owner(model_with_loss, name) for name in names]
+            persistent = [_owner(model_with_loss, name) for name in names if name in saved]
+        for module, name in buffers:
+            buffer = getattr(module, name).to(self.accelerator.device).contiguous()
+            torch.distributed.broadcast(buffer.view(-1).view(torch.uint8), 0)  # gloo does not know every dtype
             module.register_buffer(name, buffer, persistent=False)
         # A batch norm that finds no count of its batches in a state dict would add one, as for old checkpoints.
         tracking = [module for module, name in persistent if name == "num_batches_tracked"]
@@ -133,6 +138,12 @@ class FSDP2(Backend):
         module.set_requires_gradient_sync(unless or self.sync_every_micro_batch)
         module.set_requires_all_reduce(unless)
         yield
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """Return (the module that holds the buffer `name`, the last part of the name)."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
 
 
 def layers_that_share(model: torch.nn.Module) -> set[str]:

@@ -63,6 +63,7 @@ def build_model(
                 ignore_mismatched_sizes=True,  # they are reported below
                 **options,
             )
+            correct_tied_setting(model)
     missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     missing = [key for key in missing if weights or not any(part in key for part in new_weights)]
     if missing:
@@ -71,6 +72,25 @@ def build_model(
             f"{min(missing)}: they would stay random; give a folder saved from this kind of model"
         )
     return varlen_attention.use_in(model) if by_lengths else model
+
+
+def correct_tied_setting(model: "PreTrainedModel") -> None:
+    """Set `tie_word_embeddings` to false in a configuration that says tied for weights which transformers left apart.
+
+    It does so if the files hold different values for both. Of a model with several pairs of tied weights, some of which
+    are apart, the setting stays: false would mean all of them."""
+    from transformers import PreTrainedModel
+
+    pairs_of_config: dict[int, list[tuple[Any, Any]]] = {}  # the parts of a model may share a configuration
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        for target, source in part.get_expanded_tied_weights_keys().items():
+            pair = (part.get_parameter_or_buffer(target), part.get_parameter_or_buffer(source))
+            pairs_of_config.setdefault(id(part.config), []).append(pair)
+    for part in parts:
+        pairs = pairs_of_config.get(id(part.config))
+        if pairs and all(target is not source for target, source in pairs):
+            part.config.tie_word_embeddings = False
 
 
 def weight_dtype(cfg: RunConfig) -> torch.dtype:
