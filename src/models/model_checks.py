@@ -15,6 +15,9 @@ from src.models.varlen_attention import document_bounds, takes_lengths
 from src.runtime.private_apis import attention_kernel, known_masks
 
 LENGTH = 8  # of a probe's row, in tokens
+# Largest influence of a packed row's first document on the second, relative to that in a row of one document. Measured on
+# 24 kinds of models: exactly 0 where documents are separate, 2e-5 and more where one sees the other.
+LEAK = 1e-9
 
 
 @contextmanager
@@ -88,9 +91,9 @@ def check_packing_and_choose_kernel(model: Any, vocab_size: int, attention: str 
 
 
 def check_packing(model: Any, vocab_size: int) -> None:
-    """Raise UsageError if the second document of a packed row attends to the first, or is not as if alone in a row.
+    """Raise UsageError if the second document of a packed row sees the first, or is not as if alone in a row.
 
-    Recurrent models, ALiBi models and models that make their own positions ignore position_ids without an error."""
+    Recurrent models, convolutions, ALiBi and models that make their own positions ignore position_ids without an error."""
     half = LENGTH // 2
     second = vocab_size - 1 - torch.arange(half) % vocab_size  # special tokens, as those of padding, are mostly first
     first = [torch.full((half,), token) for token in (0, vocab_size - 1)]
@@ -102,11 +105,42 @@ def check_packing(model: Any, vocab_size: int) -> None:
         with known_masks(packed=not by_lengths):
             # The first documents change places: a kernel may round differently in another row, but not in the same one.
             one, other = (model(**inputs | {"input_ids": ids}).logits[:, half:] for ids in (rows, rows.flip(0)))
-        alone = model(input_ids=second[None], use_cache=False).logits[0]
+            leak = influence_of_first_half(model, inputs)
+        with known_masks(packed=False):
+            alone = model(input_ids=second[None], use_cache=False).logits[0]
+            influence = influence_of_first_half(model, {"input_ids": rows, "use_cache": False})
     rounding = 1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1
     largest = alone.abs().max()
-    if (one - other).abs().max() > 1e-4 * largest or (one - alone).abs().max() > rounding * largest:
+    is_separate = leak <= LEAK * influence and (one - other).abs().max() <= 1e-4 * largest  # False for NaN
+    if not is_separate or (one - alone).abs().max() > rounding * largest:
         raise UsageError(
             f"packing is true, but {model.config.model_type} models ignore position_ids, so the documents of a row "
-            "would attend to each other, or not begin at position 0: give --packing false"
+            "would see each other, or not begin at position 0: give --packing false"
         )
+
+
+def influence_of_first_half(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return how much the second half of each row depends on the first: the largest gradient at its embeddings.
+
+    It is exactly 0 if no path leads there, however small the weights are. A difference of logits is no such measure: a
+    convolution of a small random model moves them by 1e-4 of the largest, as rounding may do."""
+    embedded: list[torch.Tensor] = []
+
+    def keep(embedding, ids, output):
+        if output.shape[:2] != inputs["input_ids"].shape:
+            return output
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hooks = [part.register_forward_hook(keep) for part in model.modules() if isinstance(part, torch.nn.Embedding)]
+    try:
+        with torch.enable_grad():
+            logits = model(**inputs).logits[:, LENGTH // 2 :]
+            signs = torch.where(torch.arange(logits.numel()) * 37 % 101 < 50, 1.0, -1.0)  # a plain sum could cancel
+            total = (logits * signs.view_as(logits).to(logits)).sum()
+            gradients = torch.autograd.grad(total, embedded, allow_unused=True) if embedded else ()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    largest = [gradient[:, : LENGTH // 2].abs().max() for gradient in gradients if gradient is not None]
+    return torch.stack(largest).max() if largest else torch.zeros(())

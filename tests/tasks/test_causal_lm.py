@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from contextlib import suppress
 
 import datasets
 import numpy as np
@@ -18,13 +19,14 @@ from tokenizers.trainers import BpeTrainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
 from src.config.errors import UsageError
-from src.models import chunked_cross_entropy
+from src.models import chunked_cross_entropy, model_checks
 from src.models import varlen_attention as varlen
 from src.models.model_checks import check_packing
 from src.models.varlen_attention import (
@@ -159,6 +161,68 @@ def test_packing_is_exact_or_refused(folder, kind, attention, sizes, error):
         task, _ = open_data(folder, model=f"{kind}.yaml", attn_implementation=attention, packing=True)
         with pytest.raises(UsageError, match=error):
             task.build()
+
+
+# Hybrids: their attention separates the documents of a row, their other layers do not.
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 32},
+    "granitemoehybrid": MAMBA
+    | {"layer_types": ["mamba", "attention"], "mamba_d_head": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def causal_lm_of(kind: str, hidden: int, dtype: torch.dtype = torch.float32, **sizes):
+    common = {"vocab_size": 500, "hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | sizes), dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_packing_of_a_hybrid_is_refused(kind, dtype):
+    with pytest.raises(UsageError, match="packing is true"):
+        check_packing(causal_lm_of(kind, 32, dtype, **HYBRIDS[kind]), 500)
+
+
+def test_mutant_probe_of_logits_passes_a_small_hybrid(monkeypatch):
+    """Its convolution moves the logits of the next document by less than 1e-4 of the largest one."""
+    model = causal_lm_of("lfm2", 16, **HYBRIDS["lfm2"])
+    with pytest.raises(UsageError, match="packing is true"):
+        check_packing(model, 500)
+    monkeypatch.setattr(model_checks, "influence_of_first_half", lambda *args: torch.zeros(()))
+    check_packing(model, 500)
+
+
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [
+        ("llama", {}),
+        ("gpt2", {"n_head": 4}),
+        ("gemma3_text", {"head_dim": 8, "sliding_window": 4}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("lfm2", HYBRIDS["lfm2"]),
+    ],
+)
+def test_influence_between_documents_is_far_from_its_bound(monkeypatch, kind, sizes):
+    """Zero where documents are separate; where they are not, a thousand times the bound."""
+    measured, influence = [], model_checks.influence_of_first_half
+
+    def noted(*args):
+        measured.append(influence(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(model_checks, "influence_of_first_half", noted)
+    with suppress(UsageError):
+        check_packing(causal_lm_of(kind, 32, **sizes), 500)
+    packed, whole = measured
+    assert whole > 0
+    if kind == "lfm2":
+        assert packed > 1e3 * model_checks.LEAK * whole
+    else:
+        assert packed == 0
 
 
 LLAMA = {"intermediate_size": 64, "num_key_value_heads": 2}
