@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.errors import Failure, UsageError
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
+from src.distributed import optimizer_state
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.distributed.model_structure import Structure, make_alike, structure_of
+from src.distributed.sharded_tensors import gather_full
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -88,8 +91,15 @@ class FSDP2(Backend):
             )
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
+        early = optimizer_state.flatten(model_with_loss, optimizer) if optimizer.state else {}
+        optimizer.state.clear()  # its keys are parameters, which sharding replaces
         with self._broadcast_buffers(model_with_loss):
             module, optimizer = super().wrap(model_with_loss, optimizer)
+        if early:  # as the main process has made it, for the others may have no weights
+            numbers = {path: value for path, value in early.items() if not torch.is_tensor(value)}
+            numbers = run_on_main(self.accelerator, lambda: numbers)
+            reader = EarlyState(early, self.accelerator.device)
+            optimizer_state.restore(model_with_loss, optimizer, reader, numbers)
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:
@@ -138,6 +148,23 @@ class FSDP2(Backend):
         module.set_requires_gradient_sync(unless or self.sync_every_micro_batch)
         module.set_requires_all_reduce(unless)
         yield
+
+
+class EarlyState:
+    """The state that an optimizer has before its first step (Adagrad), read like a checkpoint: rank 0 sends its values."""
+
+    def __init__(self, flat: dict[str, Any], device: torch.device):
+        self.where = {path: value for path, value in flat.items() if torch.is_tensor(value)}
+        self.device = device
+
+    def like(self, path: str, parameter: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor sharded like `parameter`, the full tensor if it has another shape. A collective."""
+        full = gather_full(self.where[path])
+        value = full.to(self.device).contiguous()
+        if isinstance(parameter, DTensor) and parameter.shape == value.shape:
+            return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        torch.distributed.broadcast(value, 0)
+        return value.to(full.device)
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

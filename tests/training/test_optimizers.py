@@ -5,14 +5,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config import addons, optimizer_class
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import optimizer_state
+from src.distributed import fsdp2, optimizer_state
 from src.distributed.backend_checks import check_model
 from src.training.optimizers import make_optimizer
-from tests.helpers import technique_runs
+from tests.helpers import kit, technique_runs
 
 
 def make(model=None, **given):
@@ -104,6 +105,62 @@ def own(tmp_path, monkeypatch) -> dict:
 
 def test_state_of_every_kind_is_resumed(tmp_path, own):
     technique_runs.check_resume(tmp_path, own)
+
+
+# ---- state that exists before the first step (accelerate#3855) ---------------------------------------------------------
+
+
+class Anchored(torch.optim.Optimizer):
+    """SGD that is drawn to the initial weights: its first state depends on them, and ranks of FSDP2 lack the weights."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            anchor = p.detach().clone()
+            self.state[p] = {"anchors": [anchor], "row": anchor.reshape(-1)[:2].clone(), "size": float(anchor.norm())}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                row = state["row"].full_tensor() if isinstance(state["row"], DTensor) else state["row"]
+                pull = float(row.sum()) + state["size"]
+                p.sub_(p.grad + 0.1 * pull * (p - state["anchors"][0]), alpha=group["lr"])
+
+
+@pytest.fixture
+def early(tmp_path, monkeypatch):
+    module = ModuleType("pytorch_optimizer")
+    module.Anchored = Anchored
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+    return technique_runs.files(tmp_path)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("optim", ["adagrad", "anchored"])
+def test_state_before_the_first_step_is_sharded_and_resumed(tmp_path, early, optim):
+    fields = early | {"optim": optim}
+    one = technique_runs.train(tmp_path / "one", fields, 1, 4)
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    sharded = technique_runs.check_resume(tmp_path / "two", fields, 2, 4, env, units=1)
+    assert kit.distance(sharded.weights, one.weights) <= 1e-10
+
+
+@pytest.mark.cluster
+def test_mutant_each_rank_keeps_its_own_first_state(tmp_path, early, monkeypatch):
+    def like(self, path, parameter):
+        value = self.where[path]
+        if parameter is None or parameter.shape != value.shape:
+            return value
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    monkeypatch.setattr(fsdp2.EarlyState, "like", like)
+    one, two = tmp_path / "one", tmp_path / "two"
+    fields = early | {"optim": "anchored"}
+    alone = technique_runs.train(one, fields, 1, 4)
+    sharded = technique_runs.train(two, fields, 2, 4, env=kit.where("fsdp2", 2, mixed_precision="no"), units=1)
+    assert kit.distance(sharded.weights, alone.weights) > 1e-3
 
 
 def test_mutant_a_resume_without_the_values_of_groups_is_seen(tmp_path, own, monkeypatch):
