@@ -84,6 +84,7 @@ class Task(base.Task):
         column = self.options.label_column
         needed = list(dict.fromkeys([*self.text_columns, column]))
         class_labels.require_columns(examples, needed, split, "--text_column or --label_column")
+        class_labels.require_one_label(examples, column, split)
         label: Any = Value("float64")
         if not self.options.regression:
             self.class_names = getattr(examples.features[column], "names", None)  # of a ClassLabel

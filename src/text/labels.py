@@ -10,6 +10,10 @@ from typing import Any
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 
+SEVERAL_LABELS = (
+    "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
+)
+
 
 def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
     """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
@@ -18,6 +22,13 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
             there = ", ".join(examples.column_names)
             raise UsageError(f"{split} data: there is no column `{column}` among {there}: set {flags}")
     return columns
+
+
+def require_one_label(examples: Any, column: str, split: str) -> None:
+    """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row."""
+    feature = (examples.features or {}).get(column)
+    if feature is not None and (isinstance(feature, dict | list) or hasattr(feature, "feature")):
+        raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
 
 
 def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[str] | None:
@@ -36,8 +47,12 @@ def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, co
                 f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                 f"`{column}`, or a model with the labels in its config"
             )
+        try:
+            distinct = set(values) - {None}
+        except TypeError as error:  # lists cannot be compared
+            raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}") from error
         # Numbers are sorted by value: 2 before 10.
-        distinct = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
+        distinct = sorted(distinct, key=lambda value: (str(type(value)), value))
         if wrong := [value for value in distinct if isinstance(value, float | bytes) or value == -100]:
             raise UsageError(
                 f"{split} data: `{column}` holds {wrong[0]}, which is no class: give names or integers from 0"
@@ -57,6 +72,8 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
     for i, value in enumerate(values):
         if value is None:
             raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
+        if isinstance(value, list | dict):
+            raise UsageError(f"{locations[i]}: `{column}` holds {SEVERAL_LABELS}")
         label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
         if label not in id_of:
             there = ", ".join(labels)[:200]

@@ -115,6 +115,23 @@ def test_values_that_are_no_labels_are_refused(values):
         class_labels.labels_of_data(RunConfig(), values, None, "label", "train")
 
 
+@pytest.mark.parametrize("regression", [False, True])
+@pytest.mark.parametrize("label", [[0, 2], ["red", "blue"], {"color": "red"}])
+def test_several_labels_for_one_row_are_refused(folder, label, regression):
+    file = kit.write_jsonl(folder / "several.jsonl", [{"text": "a sky", "label": label}] * 4)
+    with pytest.raises(UsageError, match="train data: `label` holds lists or mappings") as error:
+        open_data(folder, train_file=file, validation_file=file, regression=regression)
+    assert "\n" not in str(error.value)
+
+
+def test_a_list_that_the_type_of_the_column_does_not_show_is_refused():
+    for values in ([[0, 2]], [0, [2]]):
+        with pytest.raises(UsageError, match="train data: `label` holds lists"):
+            class_labels.labels_of_data(RunConfig(), values, None, "label", "train")
+        with pytest.raises(UsageError, match="line 7: `label` holds lists"):
+            class_labels.label_ids(values, ["0", "1", "2"], None, "label", ["line 7"] * 2)
+
+
 def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):
     task, _ = open_data(folder)
     cfg = RunConfig(init_from=str(tmp_path))

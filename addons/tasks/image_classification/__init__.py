@@ -28,7 +28,7 @@ from src.models.cross_entropy import at_least_float32, r_drop_option, r_drop_sum
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, set_labels
+from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, require_one_label, set_labels
 
 HEAD = "ImageClassification"
 # Modules that may be new in a pretrained model, also in those of timm.
@@ -88,6 +88,7 @@ class Task(base.Task):
 
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        require_one_label(examples, needed[1], split)
         self.class_names: Any = getattr(examples.features[needed[1]], "names", None)
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
