@@ -15,7 +15,8 @@ from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
 from src.models import varlen_attention
-from src.models.config_and_tokenizer import model_folder
+from src.models.config_and_tokenizer import model_folder, refuse_quantized
+from src.storage.jsonl import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -106,6 +107,7 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter."""
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
+    refuse_quantized(str(folder), read_json(folder / "config.json"))
     is_merged = (folder / ADAPTER).is_dir()
     if adapter_files(folder) and not is_merged and not functions_of_addons(cfg, "write_own_tensors"):
         raise UsageError(

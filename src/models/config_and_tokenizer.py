@@ -82,6 +82,7 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
         )
     with errors_of(f"{field}: no model could be read from {name}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    refuse_quantized(f"{field}: {name}", config.to_dict())
     _refuse_hub_kernels(cfg, name, config)
     return config
 
@@ -90,6 +91,7 @@ def _config_from_file(cfg: RunConfig, file: str, tokenizer: "PreTrainedTokenizer
     from transformers import AutoConfig
 
     given = read_yaml(file)
+    refuse_quantized(f"model_config: {file}", given)
     model_type = str(given.pop("model_type", None))
     with errors_of(f"{file}: not a valid configuration"):
         defaults = AutoConfig.for_model(model_type)
@@ -120,6 +122,19 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
         if config_value(defaults, "forced_eos_token_id") is not None:  # BART: the last token of a generation
             values["forced_eos_token_id"] = tokenizer.eos_token_id
     return values | given
+
+
+def refuse_quantized(source: str, config: dict[str, Any]) -> None:
+    """Raise UsageError if a configuration, or a part of it, is that of a model saved quantized."""
+    for name, value in config.items():
+        if name in ("quantization_config", "compression_config") and value:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            raise UsageError(
+                f"{source} is a quantized model ({name}: {method}), which is not supported: give the model that it was made "
+                "from, or one that was dequantized and saved again"
+            )
+        if isinstance(value, dict):
+            refuse_quantized(source, value)
 
 
 def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig") -> None:

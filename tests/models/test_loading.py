@@ -1,5 +1,6 @@
 """Tokenizer, configuration and model: refused if they do not fit together."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -64,6 +65,23 @@ def test_folder_with_an_adapter_is_refused(saved, tmp_path):
     (tmp_path / "model/adapter_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"holds an adapter of the package peft.*: merge it"):
         pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_quantized_models_are_refused(saved, tmp_path, part):
+    """transformers needs a package for each method, and puts integers into the weights."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config |= {part: quantized} if part else quantized
+    (folder / "config.json").write_text(json.dumps(config))
+    message = "is a quantized model .quantization_config: bitsandbytes"
+    with pytest.raises(UsageError, match=f"^model_name_or_path: .*{message}"):
+        pretrained(folder)
+    with pytest.raises(UsageError, match=message):  # init_from
+        pretrained(saved, weights=str(folder))
+    with pytest.raises(UsageError, match=f"^model_config: .*{message}"):
+        load_config(config_file(tmp_path, **kit.LLAMA | quantized), None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "roberta"])
