@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     check_same_data(splits)
     same_weights(accelerator, cfg.model_name_or_path)
     locate_weights.warn_of_precision(cfg, accelerator.mixed_precision)
-    score(cfg, task, splits["validation"], backend, step)
+    weights = cfg.model_name_or_path if base is not None else None  # of --checkpoint, with its adapter if it has one
+    score(cfg, task, splits["validation"], backend, step, weights)
     shutdown(accelerator)
 
 
@@ -65,11 +66,11 @@ def same_weights(accelerator, name: str | None) -> None:
         raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
 
 
-def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None) -> None:
-    """Evaluate the model on `split`; print the metrics and write eval.json."""
+def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None, weights: str | None) -> None:
+    """Evaluate the model on `split`; print the metrics and write eval.json. `weights`: as of `Task.build`."""
     accelerator = backend.accelerator
     choose_kernels(cfg, task, split, accelerator.device)
-    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, None), task))
+    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
     values = strict_json({"kind": "eval", "step": step} | evaluate(backend, module, task, split, cfg))
     if accelerator.is_main_process:
         print(table(topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from src.checkpointing.locate_weights import locate_weights
 from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
 from src.config.errors import UsageError, errors_of
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
-from src.models.config_and_tokenizer import model_folder
 from src.training.model_with_loss import ModelWithLoss, tied_names
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
@@ -96,10 +96,12 @@ def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | 
     """Inject the adapter into the part of `whole` that is trained, in place; return peft's tuner.
 
     Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
-    initial adapter depends on the seed only. If the folder of the weights holds an adapter, load it."""
+    initial adapter depends on the seed only. If `weights`, the model of a run, have an adapter, load it. A model that
+    model_name_or_path names gets a new one, also if it is the merged model of a run."""
     cfg, model = task.cfg, task.saved(whole)
     tuner_class, config = read_options(cfg)
-    folder = None if empty else _folder_with_adapter(cfg, weights)
+    folder = Path(locate(str(weights))) if weights and not empty else None
+    folder = folder if folder and adapter_files(folder) else None
     new_head = getattr(task, "new_head", ())
     if config.target_modules is None and not getattr(config, "target_parameters", None):
         architecture = getattr(getattr(model, "config", None), "model_type", None)
@@ -122,7 +124,18 @@ def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | 
         task.plain_head = False  # the loss would read the weight of the head without its adapter
     if folder:
         _load(model, folder)
+    task.adapter_folder = folder
     return tuner
+
+
+def plan_rows(cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+    """Return the line of the plan that says whether the adapter is a new one."""
+    folder = task.adapter_folder
+    if folder is None and cfg.dry_run and cfg.init_from:  # the model of a dry run has no weights
+        weights = locate_weights(cfg.init_from, "init_from")
+        folder = weights if adapter_files(weights) else None
+    base = cfg.init_from or cfg.model_name_or_path or "random weights"
+    return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
 
 
 def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
@@ -167,12 +180,6 @@ def write_own_tensors(
     return {base[name]: value for name, value in tensors.items() if name in base}
 
 
-def _folder_with_adapter(cfg: Any, weights: str | Path | None) -> Path | None:
-    name = str(weights or cfg.model_name_or_path or "")
-    folder = Path(locate(name) if weights else model_folder(cfg, name)) if name else None
-    return folder if folder and adapter_files(folder) else None
-
-
 @torch.no_grad()
 def _load(model: torch.nn.Module, folder: Path) -> None:
     """Copy the tensors of adapter*.safetensors into the model. In final/, the unmerged weights are among them."""
@@ -183,7 +190,7 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
     if wrong:
         raise UsageError(
             f"peft: the adapter in {folder} has other layers than this field asks for ({min(wrong)}): give the options of the "
-            "run that saved it"
+            "run that saved it; or for a new adapter on its merged model, --model_name_or_path instead of --init_from"
         )
     for name, value in stored.items():
         state[name].copy_(value)

@@ -18,6 +18,7 @@ from src.config.errors import UsageError, warn
 from src.config.fields import ASK
 from src.config.paths import REPOSITORY, locate, path_of_flag, read_yaml
 from src.config.schema import RunConfig
+from src.models.config_and_tokenizer import refuse_adapter
 from src.storage import verify_hashes
 from src.storage.git_lfs import refuse_pointers_of_model
 from src.tasks import OPTIONS
@@ -58,6 +59,7 @@ def locate_weights(name: str, field: str) -> Path:
     models = [file.parent for each in (folder, folder / "final") for file in map(each.joinpath, MODEL) if file.exists()]
     weights = models[0] if models else newest_intact(folder)
     if weights is None:
+        refuse_adapter(f"{field}: {name}", folder)
         raise UsageError(
             f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "
             "other models give --model_name_or_path"

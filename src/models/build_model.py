@@ -15,7 +15,7 @@ from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
 from src.models import varlen_attention
-from src.models.config_and_tokenizer import model_folder, refuse_quantized
+from src.models.config_and_tokenizer import model_folder, refuse_adapter, refuse_quantized
 from src.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -105,14 +105,18 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 
 
 def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
-    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter."""
+    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter.
+
+    Only `weights`, a model of a run, are loaded with the adapter of the run."""
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
+    refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
     is_merged = (folder / ADAPTER).is_dir()
-    if adapter_files(folder) and not is_merged and not functions_of_addons(cfg, "write_own_tensors"):
+    is_loaded = weights is not None and functions_of_addons(cfg, "write_own_tensors")
+    if adapter_files(folder) and not is_merged and not is_loaded:
         raise UsageError(
-            f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give that run's peft, or "
-            "its final/, where the adapter is merged"
+            f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give the run's final/, "
+            "where it is merged; or to train the adapter further, give --init_from and that run's peft"
         )
     return folder
 

@@ -75,11 +75,7 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
     from transformers import AutoConfig
 
     folder = model_folder(cfg, name, field)
-    if Path(folder, "adapter_config.json").exists():  # transformers adds it to the weights only if peft is installed
-        raise UsageError(
-            f"{field}: {name} holds an adapter of the package peft, which would not be trained: merge it into its model "
-            "(merge_and_unload, save_pretrained), or remove adapter_config.json"
-        )
+    refuse_adapter(f"{field}: {name}", Path(folder))
     with errors_of(f"{field}: no model could be read from {name}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     refuse_quantized(f"{field}: {name}", config.to_dict())
@@ -122,6 +118,22 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
         if config_value(defaults, "forced_eos_token_id") is not None:  # BART: the last token of a generation
             values["forced_eos_token_id"] = tokenizer.eos_token_id
     return values | given
+
+
+def refuse_adapter(source: str, folder: Path) -> None:
+    """Raise UsageError for a folder with an adapter of peft: transformers would add it, but only if peft is installed."""
+    if not (folder / "adapter_config.json").exists():
+        return
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        raise UsageError(
+            f"{source} holds an adapter of the package peft beside a model, which would not be trained: merge it into its "
+            "model (merge_and_unload, save_pretrained), or remove adapter_config.json"
+        )
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    fix = f"give its base model {base}" if base else "give the base model that it was trained on"
+    if (folder.parent / "config.json").exists():
+        fix = f"give {folder.parent}, where it is merged, or the base model"
+    raise UsageError(f"{source} holds only an adapter of the package peft: {fix}")
 
 
 def refuse_quantized(source: str, config: dict[str, Any]) -> None:

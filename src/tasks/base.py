@@ -69,7 +69,7 @@ class Task:
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         """Return the model, any nn.Module, on the CPU in `cfg.dtype`, the same on every rank.
 
-        `weights` is a checkpoint folder to load; None: `cfg.model_name_or_path` (eval.py sets it), or random values.
+        `weights` is the folder of a run's model to load; None: `cfg.model_name_or_path`, or random values.
         With `empty` the values do not matter, because rank 0 sends them (FSDP2): initializing them is not needed."""
         raise NotImplementedError
 

@@ -9,6 +9,7 @@ import yaml
 
 from addons.adapters import peft as addon
 from src.checkpointing import model_folder
+from src.checkpointing.locate_weights import init_weights
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.training.model_with_loss import ModelWithLoss
@@ -90,6 +91,94 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
     task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
     with pytest.raises(UsageError, match="lora_A"):
         task.build_model(checkpoint)
+
+
+# ---- a merged model and its old adapter --------------------------------------------------------------------------------
+
+
+def start_on(run, tmp_path, **fields) -> dict:
+    values = technique_runs.files(tmp_path) | {"peft": json.dumps(LORA)} | fields
+    return {name: value for name, value in values.items() if name != "model_config"}
+
+
+def printed(folder) -> str:
+    return (folder.with_suffix(".out") / "rank0.txt").read_text()
+
+
+def merged_and_adapted(base, adapter) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()(IDS).logits
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_named_merged_model_gets_a_new_adapter(run, tmp_path, rank):
+    """Of the same options, or of others; its checkpoint holds the merged weights as they are, and it fits them."""
+    from transformers import AutoModelForCausalLM
+
+    named = run.folder / "final"
+    values = start_on(run, tmp_path, model_name_or_path=named, peft=json.dumps(LORA | {"r": rank}))
+    new = technique_runs.check_resume(tmp_path, values)
+    assert kit.same(kit.load_weights(new.folder / "checkpoints/step_00000002"), kit.load_weights(named))
+    assert f"a new one, on {named}" in printed(new.folder)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(new.folder / "final").eval()(IDS).logits
+    fits = merged_and_adapted(named, new.folder / "final/adapter")
+    assert torch.allclose(fits, logits, rtol=0, atol=1e-10)
+
+
+def test_mutant_the_old_adapter_under_a_named_model_is_seen(run, tmp_path, monkeypatch):
+    named = run.folder / "final"
+    change = addon.change_built_model
+    old = lambda task, whole, weights, empty=False: change(task, whole, weights or named, empty)  # noqa: E731
+    monkeypatch.setattr(addon, "change_built_model", old)
+    new = technique_runs.train(tmp_path / "new", start_on(run, tmp_path, model_name_or_path=named))
+    assert not kit.same(kit.load_weights(new.folder / "checkpoints/step_00000002"), kit.load_weights(named))
+
+
+def test_init_from_trains_the_old_adapter_further(run, tmp_path):
+    """From a checkpoint and from final/, whose merged weights it does not use; the plan, also a dry run's, says so."""
+    base = kit.load_weights(run.folder / "checkpoints/step_00000002")
+    for name in ("final", "checkpoints/step_00000002"):
+        values = start_on(run, tmp_path, init_from=run.folder / name, model_name_or_path=run.folder / "final")
+        new = technique_runs.train(tmp_path / name.replace("/", "_"), values)
+        assert kit.distance(kit.load_weights(new.folder / "checkpoints/step_00000002"), base) == 0
+        assert f"that of {run.folder / name}, trained further" in printed(new.folder)
+    argv = [*kit.flags(**values), "--dry_run", "true"]
+    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "dry")
+    assert codes == [0]
+    assert f"that of {run.folder / name}, trained further" in outputs[0]
+
+
+def test_an_adapter_without_its_model_is_refused(run, tmp_path):
+    """As a named model: a checkpoint, which has the base model under the adapter, and a folder with an adapter only."""
+    adapter = run.folder / "final" / "adapter"
+    alone = shutil.copytree(adapter, tmp_path / "alone")
+    config = json.loads((alone / "adapter_config.json").read_text())
+    (alone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "some/base"}))
+    for named, words in (
+        (run.folder / "checkpoints/step_00000002", "give the run's final/"),
+        (adapter, f"holds only an adapter of the package peft: give {run.folder / 'final'}"),
+        (alone, "holds only an adapter of the package peft: give its base model some/base"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            task, _ = kit.open_data(**start_on(run, tmp_path, model_name_or_path=named, output_dir=tmp_path / "out"))
+            task.build_model()
+    for folder in (adapter, alone):
+        with pytest.raises(UsageError, match=r"^init_from: .* holds only an adapter"):
+            init_weights(run_config(init_from=str(folder)))
+
+
+def test_an_adapter_beside_the_weights_of_init_from_is_refused(run, tmp_path):
+    """transformers would add it without a word."""
+    folder = shutil.copytree(run.folder / "final", tmp_path / "both")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy2(folder / "adapter" / name, folder / name)
+    values = start_on(run, tmp_path, model_name_or_path=run.folder / "final", output_dir=tmp_path / "out")
+    task, _ = kit.open_data(**values)
+    with pytest.raises(UsageError, match="holds an adapter of the package peft beside a model"):
+        task.build_model(str(folder))
 
 
 def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
