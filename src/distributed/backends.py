@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from src.config.addons import load_addon
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import backend_checks, optimizer_state
 from src.distributed.host_group import HostGroup
@@ -86,16 +87,26 @@ class Backend:
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Return (the module to call, the optimizer to step), wrapped as this backend needs them."""
         backend_checks.check_model(self, model_with_loss, optimizer)
-        base = self.cfg.learning_rate
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
-            rate = group.get("lr", 0.0)
-            group.setdefault("lr_factor", 1.0 if rate == base else rate / base)
+            group["lr_factor"] = group.get("lr_factor", 1.0) * self.own_factor(group)
         module, optimizer = self.wrap(model_with_loss, optimizer)
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
         several = self.accelerator.num_processes > 1
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
         return module, optimizer
+
+    def own_factor(self, group: dict) -> float:
+        """Return the rate that the class of the optimizer gave a group, as a factor of learning_rate."""
+        rate, base = group.get("lr", 0.0), self.cfg.learning_rate
+        if rate == base:
+            return 1.0
+        if not base:
+            raise UsageError(
+                f"learning_rate is 0, but optim {self.cfg.optim} gives a group the rate {rate:g}, which is trained at a factor "
+                "of learning_rate: give another learning_rate"
+            )
+        return rate / base
 
     def wrap(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer

@@ -29,8 +29,20 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     cls = find_class(cfg.optim)
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
     with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
+        factors = lr_factors(groups)
         make = getattr(optimizer_addon(cfg.optim), "make", None)
-        return make(cfg, cls, groups, options) if make else cls(groups, **options)
+        optimizer = make(cfg, cls, groups, options) if make else cls(groups, **options)
+    if lr_factors(optimizer.param_groups) != factors:
+        raise UsageError(
+            f"optim is {cfg.optim}: {cls.__name__} makes parameter groups of its own, which lack the factors of "
+            "parameter_groups or lr_layer_decay: remove these fields, or choose another optimizer"
+        )
+    return optimizer
+
+
+def lr_factors(groups: list[dict]) -> dict[int, float]:
+    """Return {id of a parameter: factor of its rate} where it is not 1."""
+    return {id(p): group["lr_factor"] for group in groups if "lr_factor" in group for p in group["params"]}
 
 
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
@@ -54,7 +66,7 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
         if cfg.lr_layer_decay:
             factor *= cfg.lr_layer_decay ** (layers + 1 - depths[name])
         if factor != 1.0:
-            fields |= {"lr": cfg.learning_rate * factor, "lr_factor": factor}
+            fields["lr_factor"] = factor  # a class may set the `lr` of a group: `Backend.prepare` multiplies both
         if hidden is not None:
             fields |= dict.fromkeys(("hidden", "use_muon"), name in hidden)  # ours, and that of pytorch_optimizer
         groups.setdefault(tuple(fields.values()), {"params": []} | fields)["params"].append(parameter)

@@ -1,5 +1,6 @@
 """Optimizers by name: arguments, state in checkpoints, packages of optimizers."""
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from src.config import addons, optimizer_class
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import fsdp2, optimizer_state
+from src.distributed import backends, fsdp2, optimizer_state
 from src.distributed.backend_checks import check_model
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
@@ -105,6 +106,78 @@ def own(tmp_path, monkeypatch) -> dict:
 
 def test_state_of_every_kind_is_resumed(tmp_path, own):
     technique_runs.check_resume(tmp_path, own)
+
+
+# ---- rates that a class gives its groups -------------------------------------------------------------------------------
+
+
+class Slow(torch.optim.SGD):
+    """SGD that trains vectors at half the rate, and matrices at three times the rate."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group["lr"] *= 0.5 if group["params"][0].dim() == 1 else 3.0
+
+
+class Regrouped(torch.optim.SGD):
+    """SGD that makes one group of all parameters."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+        super().__init__([p for group in params for p in group["params"]], lr=lr, weight_decay=weight_decay)
+
+
+@pytest.fixture
+def rates(tmp_path, monkeypatch) -> dict:
+    module = ModuleType("pytorch_optimizer")
+    module.Slow, module.Regrouped = Slow, Regrouped
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+    return technique_runs.files(tmp_path) | {"optim": "slow", "parameter_groups": json.dumps(FACTORS)}
+
+
+FACTORS = {"*.ln_*": {"lr_factor": 4.0}, "*.mlp.c_fc.*": {"lr_factor": 0.25}}
+
+
+def by_hand(values: dict, with_factors: bool = True) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop with one group for each parameter."""
+    plain = technique_runs.Plain(values)
+    groups = []
+    for name, parameter in plain.model.named_parameters():
+        factor = 4.0 if ".ln_" in name else 0.25 if ".mlp.c_fc." in name else 1.0
+        own = 0.5 if parameter.dim() == 1 else 3.0
+        decay = 0.1 if parameter.dim() >= 2 else 0.0
+        rate = 1e-2 * own * (factor if with_factors else 1.0)
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return plain.descend(torch.optim.SGD(groups))
+
+
+def test_factors_of_a_class_and_of_the_run_file_are_multiplied(tmp_path, rates):
+    first = technique_runs.check_splits(tmp_path, rates, by_hand(rates))
+    mutant = by_hand(rates, with_factors=False)
+    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+@pytest.mark.cluster
+def test_factors_are_multiplied_under_fsdp2(tmp_path, rates):
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    sharded = technique_runs.train(tmp_path / "two", rates, 2, 4, env=env, units=1)
+    expected = by_hand(rates)
+    assert kit.distance(sharded.weights, {name: expected[name] for name in sharded.weights}) <= 1e-10
+
+
+def test_a_class_that_drops_factors_is_refused(rates):
+    given = {"optim": "regrouped", "weight_decay": 0.0}
+    model = torch.nn.Linear(4, 4)
+    make(model, **given)
+    with pytest.raises(UsageError, match="optim is regrouped: Regrouped makes parameter groups of its own"):
+        make(model, **given, parameter_groups={"bias": {"lr_factor": 2.0}})
+
+
+def test_a_rate_of_a_class_needs_a_learning_rate(rates):
+    optimizer = make(optim="slow")
+    cfg = RunConfig(optim="slow", learning_rate=0.0)
+    with pytest.raises(UsageError, match=r"learning_rate is 0, but optim slow gives a group the rate 0\.3"):
+        backends.Backend.own_factor(SimpleNamespace(cfg=cfg), optimizer.param_groups[0])
 
 
 # ---- state that exists before the first step (accelerate#3855) ---------------------------------------------------------
