@@ -65,6 +65,18 @@ def test_mutant_that_divides_by_the_world_size_twice_is_caught(files, tmp_path, 
     assert kit.distance(run.weights, one.weights) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_factors_of_parameter_groups_reach_the_engine(files, tmp_path, name):
+    fields = {"max_grad_norm": 0, "optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "eval_steps": 4}
+    factors = {"parameter_groups": json.dumps({"*norm*": {"lr_factor": 4.0}, "*mlp*": {"lr_factor": 0.25}})}
+    one, without = (
+        kit.run_training(1, tmp_path / f"{len(more)}", *recipe(files, **fields | more)) for more in (factors, {})
+    )
+    run = kit.run_training(2, tmp_path / name, *recipe(files, **fields | factors), env=where(name, 2))
+    assert kit.distance(run.weights, one.weights) <= 1e-5
+    assert kit.distance(run.weights, without.weights) > 1e-3
+
+
 def test_a_checkpoint_resumes_under_every_backend(files, sharded, one, tmp_path):
     """ZeRO-3 on three ranks, ZeRO-1 on two, FSDP2 on two, ZeRO-3 on two, one process."""
     folder = shutil.copytree(sharded["zero3"].folder, tmp_path / "run")
