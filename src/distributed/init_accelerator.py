@@ -47,6 +47,7 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     if (strategy := os.environ.get("FSDP_SHARDING_STRATEGY", "1")).upper() not in ("1", "FULL_SHARD"):
         warn(f"fsdp_sharding_strategy {strategy} is ignored: set fsdp_reshard_after_forward, or take hsdp.yaml")
     complete_mesh(world_size)
+    _check_float8()
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
@@ -76,6 +77,25 @@ def complete_mesh(world: int) -> None:
     is_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if is_fsdp and sizes[0] == 1 and math.prod(sizes) > 1:
         os.environ[names[0]] = str(world // math.prod(sizes))
+
+
+def _check_float8() -> None:
+    """Raise UsageError if mixed_precision is fp8 and what computes it is missing, or not known to work."""
+    from accelerate.utils import is_torchao_available, is_transformer_engine_available
+
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() != "fp8":
+        return
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()  # NO: the first one that is installed
+    if backend not in ("NO", "AO", "TE"):
+        raise UsageError(
+            f"mixed_precision is fp8 with the backend {backend or 'of no name'}: set fp8_config: {{backend: AO}}"
+        )
+    is_installed = {"AO": is_torchao_available(), "TE": is_transformer_engine_available()}
+    if not is_installed.get(backend, any(is_installed.values())):
+        raise UsageError(
+            "mixed_precision is fp8 in the accelerate file, which needs the package torchao: pip install torchao "
+            "(requirements-extra.txt), or set mixed_precision to bf16 or 'no', as for a CPU"
+        )
 
 
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":

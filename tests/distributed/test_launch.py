@@ -92,6 +92,25 @@ def test_invalid_launcher_setting_is_refused(files, tmp_path, precision, dtype, 
     assert not (tmp_path / "here" / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "backend, said",
+    [
+        (None, "mixed_precision is fp8 in the accelerate file, which needs the package torchao"),
+        ("AO", "mixed_precision is fp8 in the accelerate file, which needs the package torchao"),
+        ("MSAMP", "mixed_precision is fp8 with the backend MSAMP"),
+    ],
+)
+def test_float8_without_its_package_is_refused(files, tmp_path, monkeypatch, backend, said):
+    """Where it is installed, an import of torchao fails here as if it were not; MS-AMP ends in a traceback of accelerate."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    env = {"ACCELERATE_MIXED_PRECISION": "fp8"} | ({"ACCELERATE_FP8_BACKEND": backend} if backend else {})
+    flags = recipe(files, output_dir="run")
+    [code], [output] = kit.run_command("train.py", *flags, folder=tmp_path / "here", env=env)
+    assert code == 2, output
+    assert output.rstrip().splitlines()[-1].startswith(f"error: {said}")
+    assert not (tmp_path / "here" / "run").exists()
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_float8_trains_every_weight(files, tmp_path):
