@@ -26,7 +26,7 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.training.meter import StepLosses, StepTotals
 from src.training.techniques import Techniques
-from src.training.train_state import Intervals, Run, TrainState
+from src.training.train_state import Intervals, Run, TrainState, plain_number
 
 
 class RunLogger:
@@ -112,7 +112,7 @@ class RunLogger:
         """Append one line to metrics.jsonl, print it, and send it to the trackers."""
         if not self.is_main:
             return
-        numbers = {name: float(value) if torch.is_tensor(value) else value for name, value in values.items()}
+        numbers = {name: plain_number(value) for name, value in values.items()}
         line = self.last[kind] = jsonl.strict_json({"kind": kind, "step": self.state.step} | numbers)
         self.metrics.add(line)
         self.metrics.try_flush()

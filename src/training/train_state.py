@@ -53,6 +53,11 @@ class Update:
         warn(text, any_rank=bool(bad))
 
 
+def plain_number(value: Any) -> Any:
+    """Return a tensor of one number as a float, which waits for the device; any other value unchanged."""
+    return float(value) if torch.is_tensor(value) else value
+
+
 @dataclass
 class TrainState:
     """The numbers in a checkpoint, except the sums for the next train line of metrics.jsonl. All fields are saved."""
@@ -71,10 +76,11 @@ class TrainState:
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     plateau: dict | None = None  # state of any schedule that follows evaluations, such as reduce_lr_on_plateau
     stream: dict | None = None  # position in training data that is read during training; None: the step tells it
+    # Further values of the next train line; numbers in a checkpoint.
+    line_values: dict[str, torch.Tensor | float | None] = field(default_factory=dict)
 
     def __post_init__(self):  # what is never saved
         self.pending: Update | None = None  # not yet counted
-        self.line_values: dict[str, torch.Tensor | float | None] = {}  # further values of the next train line
 
     @property
     def lr_factor(self) -> float:
@@ -88,7 +94,8 @@ class TrainState:
 
     def saved_fields(self) -> dict:
         """Return the fields of a checkpoint; this waits for the device."""
-        return asdict(replace(self, grad_norm=None if self.grad_norm is None else float(self.grad_norm)))
+        values = {name: plain_number(value) for name, value in self.line_values.items()}
+        return asdict(replace(self, grad_norm=plain_number(self.grad_norm), line_values=values))
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.

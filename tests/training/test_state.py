@@ -174,6 +174,33 @@ def test_metric_that_is_not_finite(tiny, tmp_path, monkeypatch, stops):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{8 if stops else 12:08d}"]
 
 
+# ---- values for the next train line --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_values_of_a_step_before_the_last_line_survive_a_resume(tiny, tmp_path, monkeypatch, is_mutant):
+    """Set at step 7, saved at 8, killed at 9, in the line of step 10: a tensor, a number and none."""
+    add_update, saved_fields = TrainState.add_update, TrainState.saved_fields
+
+    def add_values(self, grad_norm, *rest):
+        add_update(self, grad_norm, *rest)
+        if self.step == 7:
+            self.line_values |= {"norm_of_7": grad_norm / 3, "number": 0.1, "nothing": None}
+
+    monkeypatch.setattr(TrainState, "add_update", add_values)
+    if is_mutant:
+        monkeypatch.setattr(TrainState, "saved_fields", lambda self: saved_fields(self) | {"line_values": {}})
+    flags = recipe(tiny, logging_steps=10, save_steps=8)
+    straight = kit.run_training(2, tmp_path / "straight", *flags)
+    train_until_killed(9, 2, tmp_path / "killed", *flags)
+    resumed = kit.run_training(2, tmp_path / "killed", *flags)
+    first, last = straight.kind("train")
+    assert (first["step"], first["number"], first["nothing"]) == (10, 0.1, None)
+    assert first["norm_of_7"] > 0
+    assert "number" not in last
+    assert (kit.timeless(resumed.folder) == kit.timeless(straight.folder)) != is_mutant
+
+
 @pytest.mark.parametrize(
     "greater, values, stale",
     [(False, [3, 2, 2, None, float("nan"), 1], 0), (False, [1, 2, 1], 2), (True, [1, 2, 1], 1), (True, [None], 1)],
