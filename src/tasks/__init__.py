@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from src.config.addons import addon_names
+from src.config.errors import UsageError, did_you_mean
 from src.config.schema import RunConfig
-from src.tasks.base import Batch, Task
+from src.tasks.base import REQUIRED, Batch, Task
 
 __all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]
 
@@ -18,7 +19,20 @@ MODULES |= {name: f"addons.tasks.{name}" for name in addon_names("tasks")}
 
 
 def _options(name: str) -> type:
-    return import_module(MODULES[name]).Options
+    return _class_of_task(name, "Options")
+
+
+def _class_of_task(name: str, wanted: str) -> Any:
+    """Return the class `wanted` of a task's module; raise UsageError if it has none."""
+    module = import_module(MODULES[name])
+    if not hasattr(module, wanted):
+        classes = [each for each, value in vars(module).items() if isinstance(value, type)]
+        raise UsageError(f"task {name}: {_file_of_task(name)} has no class {wanted}{did_you_mean(wanted, classes)}")
+    return getattr(module, wanted)
+
+
+def _file_of_task(name: str) -> str:
+    return getattr(import_module(MODULES[name]), "__file__", MODULES[name])
 
 
 # name of a task -> function that returns its dataclass of options; it imports the task
@@ -26,5 +40,13 @@ OPTIONS = {name: partial(_options, name) for name in MODULES}
 
 
 def make_task(cfg: RunConfig, options: Any) -> Task:
-    """Return the task that `cfg.task` names."""
-    return import_module(MODULES[cfg.task]).Task(cfg, options)
+    """Return the task that `cfg.task` names. Raise UsageError if its class lacks a method that has to be defined."""
+    task_class = _class_of_task(cfg.task, "Task")
+    for name in REQUIRED:
+        if getattr(task_class, name, None) in (None, getattr(Task, name)):
+            own = set(dir(task_class)) - set(dir(Task))
+            raise UsageError(
+                f"task {cfg.task}: {task_class.__name__} in {_file_of_task(cfg.task)} has no method `{name}`"
+                f"{did_you_mean(name, own)} (src/tasks/base.py says what it returns)"
+            )
+    return task_class(cfg, options)

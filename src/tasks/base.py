@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
+# Methods of `Task` that have to be defined.
+REQUIRED = ("load", "fingerprint", "inspect_columns", "encode", "build", "collate", "loss")
+
+
 class Batch(NamedTuple):
     """One micro-batch on the host: the model's inputs, and counts that need no model."""
 
@@ -30,7 +34,7 @@ class Batch(NamedTuple):
 class Task:
     """Base class of a task. Its file also defines a dataclass `Options` with fields made by `option(...)`.
 
-    Every process calls every method, in the order of this class. The first seven have to be defined. A task with the
+    Every process calls every method, in the order of this class. Those of REQUIRED have to be defined. A task with the
     option `sample_prompt` also has `sample(model)`, which returns a text to print after training. Add-ons ask a task
     for more: see addons/README.md."""
 
