@@ -155,8 +155,8 @@ def _check_rows(split: ComputedSplit) -> None:
         names = [name for name in first | alone if not _equal(first.get(name), alone.get(name))]
         if names:
             raise UsageError(
-                f"{split.folder}: rows() returns another {', '.join(names)} for row {row_id} of {split.computed.split} the second "
-                "time: a row must be a function of its id; draw its random numbers from self.generator(id)"
+                f"{split.folder}: rows() returns another {', '.join(names)} for row {row_id} of {split.computed.split} the "
+                "second time: a row must be a function of its id; draw its random numbers from self.generator(id)"
             )
 
 

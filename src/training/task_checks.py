@@ -75,8 +75,8 @@ def call_seeded(task: Task, method: str, call: Callable[[], Any], seed: int) -> 
         raise Failure(_reseeds(task, method, "torch"))
     if unseeded.calls:
         raise Failure(
-            f"{place(task)}: `{method}` draws from a torch.Generator() without a seed, which gives the same numbers to every "
-            f"micro-batch: {DRAW}"
+            f"{place(task)}: `{method}` draws from a torch.Generator() without a seed, which gives the same numbers to "
+            f"every micro-batch: {DRAW}"
         )
     _, key, position, *_ = np.random.get_state()
     numpy_state = (np.asarray(key).tobytes(), position)
@@ -133,8 +133,8 @@ def check_collate(task: Task, rows: list[dict], training: bool) -> None:
         again = collate_seeded(task, rows, training, seed)
         if names := differences(first[seed].result, again.result):
             raise Failure(
-                f"{place(task)}: `collate` returns another {', '.join(names)} for the same rows and the same seed: it draws "
-                "from a generator without a seed, or of its own (np.random.default_rng(), random.Random(), "
+                f"{place(task)}: `collate` returns another {', '.join(names)} for the same rows and the same seed: it "
+                "draws from a generator without a seed, or of its own (np.random.default_rng(), random.Random(), "
                 f"torch.Generator()), so no run can be repeated or resumed: {DRAW}"
             )
         if seed != SEEDS[0]:
@@ -157,7 +157,8 @@ def check_loss(
 
     A sum is twice as large for every row twice: this needs no other padding, and batch norm has the same statistics. A
     sum that is random (dropout, masking) is compared by its mean over many seeds. `tolerance` is relative: a mean is
-    off by one half. `rounding` is what may be lost for each unit of the weight. The loss of a task with a loss over its batch (docs/forking.md) is no sum."""
+    off by one half. `rounding` is what may be lost for each unit of the weight. A loss over the batch (docs/forking.md)
+    is no sum: such a task returns vectors."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     buffers = StepBuffers(model, device, False)
     model.train(training)
