@@ -25,7 +25,7 @@ def test_pointer_in_place_of_data(tmp_path, suffix):
     for fields in ({"train_file": [str(file)]}, {"dataset_name": str(tmp_path / "data")}):
         if suffix == "png" and "train_file" in fields:
             continue
-        with pytest.raises(UsageError, match=rf"{[*fields][0]}: {file} is a pointer of Git LFS.*git lfs pull"):
+        with pytest.raises(UsageError, match=rf"{next(iter(fields))}: {file} is a pointer of Git LFS.*git lfs pull"):
             find_sources(run_config(**fields), "train")
 
 
