@@ -27,7 +27,8 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
 def require_one_label(examples: Any, column: str, split: str) -> None:
     """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row."""
     feature = (examples.features or {}).get(column)
-    if feature is not None and (isinstance(feature, dict | list) or hasattr(feature, "feature")):
+    is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
+    if is_nested:
         raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
 
 

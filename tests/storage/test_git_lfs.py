@@ -7,6 +7,7 @@ from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data.sources import fetch_source, find_sources
 from src.storage import http_files
+from src.storage import hub as hub_module
 from src.storage.hub import model_folder
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
@@ -55,6 +56,7 @@ def test_pointers_that_are_not_read(tmp_path):
 def test_pointer_of_a_raw_link(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
+    monkeypatch.setattr(hub_module, "records", {})
     (hub.folder / "files/a.jsonl").write_text(POINTER)
     cfg = run_config(train_file=[f"{hub.files_url}/a.jsonl"], cache_dir=str(tmp_path))
     with pytest.raises(UsageError, match=r"train_file: http.*/a.jsonl is a pointer of Git LFS.*give the URL"):
