@@ -4,7 +4,7 @@ torch's `parallelize_module` shards the layers by the plan that transformers shi
 the output head are not sharded. Tests: tests/addons/backends/test_tensor_parallel.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +44,11 @@ class TensorParallel(Backend):
         copies = f", {mesh.dp_replicate_size} copies" if mesh.dp_replicate_enabled else ""
         return f"tensor parallelism over {self.ranks_per_batch} processes{shards}{copies}"
 
-    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+    def build_model(
+        self, task: Any, weights: Any, on_built: Callable[[torch.nn.Module], None] | None = None
+    ) -> torch.nn.Module:
         """Return the task's model on the CPU, with its layers split."""
-        model = super().build_model(task, weights)
+        model = super().build_model(task, weights, on_built)
         split_layers(self.accelerator, model)
         return model
 

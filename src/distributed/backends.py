@@ -75,9 +75,12 @@ class Backend:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
-        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
-        model = task.build_model(weights)
+    def build_model(
+        self, task: Any, weights: Any, on_built: Callable[[torch.nn.Module], None] | None = None
+    ) -> torch.nn.Module:
+        """Return the task's model on the CPU with the weights in the folder `weights`; None: those that the run file
+        names, or random ones. `on_built` is called with the model before add-ons change it."""
+        model = task.build_model(weights, on_built=on_built)
         if self.accelerator.device.type == "cpu":
             private_apis.copy_mapped_weights(model)
         return model

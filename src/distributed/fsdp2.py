@@ -3,7 +3,7 @@
 Tests: tests/distributed/test_fsdp2.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,32 +53,34 @@ class FSDP2(Backend):
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+    def build_model(
+        self, task: Any, weights: Any, on_built: Callable[[torch.nn.Module], None] | None = None
+    ) -> torch.nn.Module:
         """Return the task's model on the CPU; only the main process loads or initializes its weights.
 
-        The other processes build it with empty tensors; their memory is never touched. `prepare` sends each process its
-        shard. A UsageError on the main process is raised on all processes."""
+        The other processes build it with empty tensors, alike before and after add-ons change it; their memory is never
+        touched. `prepare` sends each process its shard. A UsageError on one process is raised on all processes."""
         if not self.main_process_builds:
-            return super().build_model(task, weights)
-        build, model = super().build_model, None
+            return super().build_model(task, weights, on_built)
+        build, model, structures = super().build_model, None, []
 
-        def build_on_main() -> tuple[dict, Structure]:
+        def build_on_main() -> tuple[dict, list[Structure]]:
             nonlocal model
-            model = build(task, weights)
-            attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
-            return attributes, structure_of(model)
+            model = build(task, weights, lambda built: structures.append(structure_of(built)))
+            structures.append(structure_of(model))
+            return {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}, structures
 
-        attributes, structure = run_on_main(self.accelerator, build_on_main)
-        difference = None
+        attributes, (before, after) = run_on_main(self.accelerator, build_on_main)
+        errors: set[str] = set()
         if model is None:
             vars(task).update(attributes)
-            model = task.build_model(weights, empty=True)
-            difference = make_alike(model, structure)
-        if differences := self.hosts.union({difference} if difference else set()):
-            raise UsageError(
-                f"the other ranks build another model than rank 0, which reads the weights ({differences[0]}): `build` of "
-                f"task {self.cfg.task} must make the same modules with `empty`, or set fsdp_cpu_ram_efficient_loading to false"
-            )
+            try:
+                model = task.build_model(weights, empty=True, on_built=lambda built: make_alike(built, before))
+                make_alike(model, after)
+            except UsageError as error:
+                errors.add(str(error))
+        if found := self.hosts.union(errors):
+            raise UsageError(found[0])
         return model
 
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from src.config.errors import UsageError
+
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -67,18 +69,24 @@ def _plain_values(config: Any) -> dict[str, Any]:
 # ---- the other ranks -------------------------------------------------------------------------------------------------
 
 
-def make_alike(model: torch.nn.Module, wanted: Structure) -> str | None:
-    """Give a model without values the structure `wanted`, in place; return what still differs, None if nothing does.
+def make_alike(model: torch.nn.Module, wanted: Structure) -> None:
+    """Give a model without values the structure `wanted`, in place; raise UsageError if its modules are others.
 
     A parameter that is tied here only gets memory of its own, and the other way round; buffers are added and removed."""
     try:
         _make_parameters_alike(model, wanted)
         _make_buffers_alike(model, wanted)
     except AttributeError as error:  # a module is missing
-        return str(error)
+        difference: str | None = str(error)
+    else:
+        difference = _first_difference(structure_of(model), wanted)
+    if difference:
+        raise UsageError(
+            f"ranks without weights build another {type(model).__name__} than rank 0, which has them ({difference}): `build` of "
+            "the task must make the same modules with `empty`, or set fsdp_cpu_ram_efficient_loading to false"
+        )
     for path, config in _configs(model).items():
         vars(config).update(wanted.settings.get(path, {}))
-    return _first_difference(structure_of(model), wanted)
 
 
 def _make_parameters_alike(model: torch.nn.Module, wanted: Structure) -> None:

@@ -4,6 +4,7 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,9 +118,15 @@ class Task:
 
     # ---- not to be defined -------------------------------------------------------------------------------------------
 
-    def build_model(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this."""
+    def build_model(
+        self, weights: str | None = None, empty: bool = False, on_built: Callable[[torch.nn.Module], None] | None = None
+    ) -> torch.nn.Module:
+        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this.
+
+        `on_built` is called with the model before that."""
         model = self.build(weights, empty=True) if empty else self.build(weights)
+        if on_built is not None:
+            on_built(model)
         for change_built_model in functions_of_addons(self.cfg, "change_built_model"):
             change_built_model(self, model, weights, empty)
         return model

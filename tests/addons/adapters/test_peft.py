@@ -6,12 +6,14 @@ import shutil
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from addons.adapters import peft as addon
 from src.checkpointing import model_folder
 from src.checkpointing.locate_weights import init_weights
 from src.config.addons import run_config
 from src.config.errors import UsageError
+from src.distributed import fsdp2
 from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
@@ -347,6 +349,36 @@ def test_field_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft.mapping", None)
     with pytest.raises(UsageError, match="pip install peft"):
         addon.read_options(run_config(peft={"type": "lora"}))
+
+
+@pytest.fixture
+def own_head(tmp_path) -> dict:
+    """A run that also trains the head of a model whose config.json says tied, but whose weights are not."""
+    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    named = kit.save_model(tmp_path / "named", kit.TINY | off)
+    tensors = kit.load_weights(named)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["transformer.wte.weight"]) / 8
+    save_file(tensors, named / "model.safetensors", {"format": "pt"})
+    values = fields(tmp_path, modules_to_save=["lm_head"]) | {"model_name_or_path": named}
+    return {name: value for name, value in values.items() if name != "model_config"}
+
+
+def test_adapter_of_a_head_of_its_own_under_fsdp2(tmp_path, own_head):
+    one = technique_runs.train(tmp_path / "one", own_head, 1, 4)
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    two = technique_runs.train(tmp_path / "two", own_head, 2, 4, env=env, units=1)
+    assert kit.distance(two.weights, one.weights) <= 1e-10
+
+
+def test_mutant_ranks_that_learn_of_the_head_after_the_injection(tmp_path, own_head, monkeypatch):
+    """The error of one rank ends both."""
+    alike = fsdp2.make_alike
+    later = lambda model, wanted: "base_names" in vars(model) and alike(model, wanted)  # noqa: E731
+    monkeypatch.setattr(fsdp2, "make_alike", later)
+    argv, env = [*kit.flags(**own_head), "--output_dir", "run"], kit.where("fsdp2", 2, mixed_precision="no")
+    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env)
+    assert codes == [2, 2], outputs
+    assert "are one weight" in outputs[0].rstrip().splitlines()[-1]
 
 
 def test_lora_under_fsdp2(tmp_path):
