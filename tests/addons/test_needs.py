@@ -9,6 +9,7 @@ import pytest
 from src.config.addons import ADDONS, addon_names
 from src.config.paths import REPOSITORY
 
+TESTS = REPOSITORY / "tests" / "addons"
 ONE_ADDON = {"streaming"}  # a folder of addons/ that is one add-on, not a room of them
 
 
@@ -34,6 +35,24 @@ def undeclared(path: Path, text: str) -> set[str]:
 @pytest.mark.parametrize("path", sorted(ADDONS.rglob("*.py")), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_first_line_names_the_addons_that_a_file_imports(path):
     assert undeclared(path, path.read_text(encoding="utf-8")) == set()
+
+
+def imported_tests(text: str) -> list[str]:
+    """Return the tests of add-ons that a file imports; a copy has them only with their add-on."""
+    return re.findall(r"^ *(?:from|import) +(tests\.addons\S*(?:\.| import .*\b)test_\w+)", text, re.M)
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_file_imports_the_tests_of_an_addon(path):
+    assert imported_tests(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["from tests.addons.techniques.test_sam import fields", "from tests.addons.techniques import kit, test_sam"],
+)
+def test_mutant_import_of_a_test_is_caught(mutant):
+    assert len(imported_tests(f"import re\n    {mutant}\n")) == 1
 
 
 @pytest.mark.skipif("distillation" not in addon_names("tasks"), reason="the add-on tasks/distillation is not here")

@@ -10,13 +10,13 @@ from src.config import parsing
 from src.config.errors import UsageError
 from src.models.config_and_tokenizer import load_config
 from src.tasks import OPTIONS
-from tests.addons.techniques.test_channels_last import CONVNEXT, fields
+from tests.addons.tasks.images import CONVNEXT, run_fields
 from tests.helpers import kit
 
 
 def test_layers_are_dropped_alike_on_any_number_of_processes(tmp_path):
     more = {"model_config": kit.write_yaml(tmp_path / "deep.yaml", CONVNEXT | {"depths": [2, 2]})}
-    values = fields(tmp_path, **more, per_device_batch_size=4)
+    values = run_fields(tmp_path, **more, per_device_batch_size=4)
     none, one, two = (
         kit.run_training(world, tmp_path / str(i), *kit.flags(**values, **({"stochastic_depth": 0.4} if i else {})))
         for i, world in enumerate((1, 1, 2))

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 
 from samples import drawn_shapes
-from tests.helpers import kit
+from tests.helpers import kit, technique_runs
 from tests.helpers.images import CLASSES, picture, write_pictures  # noqa: F401 (tests import all names from here)
 
 VIT = {
@@ -20,6 +20,15 @@ VIT = {
     "num_attention_heads": 4,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
+}
+
+CONVNEXT = {
+    "model_type": "convnext",
+    "image_size": 16,
+    "patch_size": 2,
+    "num_stages": 2,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
 }
 
 
@@ -55,3 +64,26 @@ def classification_fields(folder, **more) -> dict:
     fields = {"task": "image_classification", "model_config": folder / "model.yaml", "metrics": "none"}
     fields |= {f"{split}_file": folder / f"{split}.parquet" for split in ("train", "validation")}
     return {name: value for name, value in (fields | more).items() if value is not None}
+
+
+def run_fields(folder, **more) -> dict:
+    """Return fields of a run on 16 images, all of them in each global batch, without augmentation."""
+    kit.need_task("image_classification")
+    import_before_fork("convnext", "vit")
+    write_pictures(folder / "train.parquet", technique_runs.ROWS)
+    kit.write_yaml(folder / "model.yaml", CONVNEXT)
+    return (
+        classification_fields(folder, validation_file=None)
+        | {
+            "random_crop": 1,
+            "horizontal_flip": 0,
+            "dtype": "float64",
+            "global_batch_size": technique_runs.ROWS,
+            "max_steps": technique_runs.STEPS,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "save_steps": 2,
+            "save_total_limit": 10,
+        }
+        | more
+    )

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.addons.tasks import images
-from tests.addons.techniques.test_channels_last import fields as image_fields
 from tests.helpers import kit, technique_runs
 
 OPTIONS = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2, "multiple": 4}
@@ -15,7 +14,7 @@ VIT = images.VIT | {"image_size": 24, "patch_size": 4, "num_hidden_layers": 1}
 
 def fields(folder, **more) -> dict:
     more = {"weight_decay": 0.1, "max_grad_norm": 0, "adam_epsilon": 1e-4} | more
-    values = image_fields(folder, techniques=json.dumps({"progressive_resizing": OPTIONS}), **more)
+    values = images.run_fields(folder, techniques=json.dumps({"progressive_resizing": OPTIONS}), **more)
     return values | {"model_config": kit.write_yaml(folder / "vit.yaml", VIT)}
 
 
