@@ -9,7 +9,7 @@ from pathlib import Path
 
 from src.checkpointing import locate_weights
 from src.config import parsing, validation
-from src.config.errors import UsageError
+from src.config.errors import UsageError, writes_to
 from src.data.dataset import check_same_data, prepare_datasets
 from src.distributed.backends import Backend, make_backend
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -76,8 +76,9 @@ def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | Non
         print(table(topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
         folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_folder.rewrite(folder / "eval.json", json.dumps(values, allow_nan=False) + "\n")
+        with writes_to(folder, "output_dir"):
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_folder.rewrite(folder / "eval.json", json.dumps(values, allow_nan=False) + "\n")
         print(f"\nwritten to {(folder / 'eval.json').resolve()}")
     accelerator.wait_for_everyone()
 

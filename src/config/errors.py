@@ -89,6 +89,18 @@ def is_unwritable(error: BaseException, root: Path) -> bool:
     return isinstance(error, OSError) and (error.errno in DISK_FULL or denied)
 
 
+@contextmanager
+def writes_to(root: Path, field: str) -> Iterator[None]:
+    """Within, an error of a full or read-only disk becomes a UsageError: `field` of the run file names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if not is_unwritable(error, root):
+            raise
+        fix = f"free disk space, or give another --{field}"
+        raise UsageError(f"{field}: {root} cannot be written ({error.strerror}): {fix}") from error
+
+
 class DiskError(OSError):
     """A failure of a disk that this project finds itself, such as a shard that never arrives: DiskError(None, text)."""
 

@@ -71,6 +71,8 @@ def common_errors(cfg: RunConfig) -> Iterator[str]:
         parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if "://" in folder:  # otherwise a local folder with this name would be created
             yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
+        elif name == "cache_dir" and path.is_dir():
+            continue  # if it is complete, it may be read-only
         elif folder and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             yield f"{name}: {folder} cannot be created: {parent} is not a writable folder"
 

@@ -10,7 +10,7 @@ import os
 
 from src.config import parsing, validation
 from src.config.addons import fields_of_addons_with, follows_evaluations, function_of_addon, functions_of_addons
-from src.config.errors import UsageError, is_unwritable, warn
+from src.config.errors import UsageError, warn, writes_to
 from src.config.schema import RunConfig
 from src.data.computed_rows import ComputedSplit, open_computed_rows
 from src.data.mixture import Mixture
@@ -31,14 +31,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     if "train" in wanted:
         for check_task in functions_of_addons(cfg, "check_task"):
             check_task(cfg, task)
-    try:
+    with writes_to(cache_root(cfg), "cache_dir"):
         return _load_splits(cfg, task, wanted)
-    except OSError as error:
-        root = cache_root(cfg)
-        if not is_unwritable(error, root):
-            raise
-        text = f"cache_dir: {root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
-        raise UsageError(text) from error
 
 
 def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:

@@ -7,8 +7,10 @@ mark of a text is removed.
 Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes, and tests/data/test_column_types.py.
 """
 
+import errno
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,8 +175,11 @@ def _read_errors(source: Source, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(cause := _root_cause(error), OSError) and cause.errno in DISK_FULL:
+        cause = _root_cause(error)
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             raise cause from error
+        if isinstance(cause, OSError) and str(cause).startswith("Not enough disk space"):  # of `datasets`
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise UsageError(explain_read_error(source, error, files)) from error
 
 

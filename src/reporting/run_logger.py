@@ -13,6 +13,7 @@ import torch
 import src
 from src.checkpointing.resume import Start
 from src.config.addons import fields_of_addons_with
+from src.config.errors import writes_to
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
 from src.data.batch_plan import LOW
@@ -44,8 +45,9 @@ class RunLogger:
         self.profiler: torch.profiler.profile | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
         self.is_first_step = True  # of this process
-        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
+        with writes_to(self.folder, "output_dir"):
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
         plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
         self.say(console.table(plan | topology(run.backend, run.cfg)))
         self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
@@ -53,7 +55,8 @@ class RunLogger:
             self.say(note)
         if is_training:
             record_exit_in(self.folder)
-            self._begin_files()
+            with writes_to(self.folder, "output_dir"):
+                self._begin_files()
         self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
         if not is_training:
             self.say(

@@ -5,11 +5,14 @@ Tests: tests/config/test_dry_run.py.
 
 import inspect
 import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from src.config.addons import functions_of_addons
+from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
 from src.data.prepared_split import data_notes, format_stats
@@ -21,6 +24,7 @@ from src.training.optimizers import make_optimizer
 from src.training.schedules import make_schedule, total_steps, warmup_updates
 from src.training.techniques import Techniques, make_techniques
 
+SAVED = ("checkpoints", "final")  # folders of a run
 FEW_STEPS = 10  # of an epoch: fewer are warned of
 
 
@@ -55,7 +59,20 @@ def plan_table(
     saved, _ = memory.count_parameters(task.saved(module.model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
+    _warn_of_full_disk(Path(cfg.output_dir), disk)
     return rows
+
+
+def _warn_of_full_disk(folder: Path, needed: int) -> None:
+    """Warn if the disk of the run folder has less space than `needed`, with the checkpoints that are there already."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    used = sum(file.stat().st_size for name in SAVED for file in (folder / name).rglob("*") if file.is_file())
+    free = shutil.disk_usage(there).free + used
+    if free < needed:
+        warn(
+            f"output_dir: {folder} needs {needed:,} bytes for checkpoints and the final model, but {free:,} bytes are "
+            "free: free disk space, lower --save_total_limit, or give another --output_dir"
+        )
 
 
 def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:

@@ -8,6 +8,7 @@ write the same bytes. So a file system that ignores locks only costs repeated wo
 Tests: tests/storage/test_shared_work.py and tests/samples/.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -15,19 +16,20 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
 from src.storage.atomic_folder import rewrite
 
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 NOTICE_AFTER = 10.0  # seconds of waiting before a message
 STARTED = time.time()
 DAY = 24 * 3600  # after which the results of a launch are removed
@@ -58,7 +60,12 @@ def compute_once(root: Path, key: str, compute: Callable[[], dict], what: str) -
     with suppress(FileNotFoundError):
         if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
             result.unlink()
-    run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
+    try:
+        run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return compute()  # in each process; what it computes may be complete in this folder
     for launch in (root / "launches").iterdir():
         with suppress(OSError):
             if STARTED - launch.stat().st_mtime > DAY:
@@ -66,14 +73,20 @@ def compute_once(root: Path, key: str, compute: Callable[[], dict], what: str) -
     return json.loads(result.read_text())
 
 
-def exclusive(target: Path, what: str) -> AcquireReturnProxy:
-    """Take the lock of `target` for a `with` block: no process of any launch can work on it in the meantime."""
+def exclusive(target: Path, what: str) -> AbstractContextManager:
+    """Take the lock of `target` for a `with` block: no process of any launch can work on it in the meantime.
+
+    A folder that is read-only has no lock and needs none."""
     lock = FileLock(f"{target}.lock")
     try:
         return lock.acquire(timeout=NOTICE_AFTER)
     except Timeout:
         warn(f"waiting for another process: {what}")
         return lock.acquire()
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return nullcontext()
 
 
 def _launch_name() -> str:

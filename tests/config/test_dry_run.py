@@ -67,3 +67,15 @@ def test_dry_run_prints_the_plan(files, tmp_path):
         f"{4 * 4 * parameters / 1024:.3g} KiB per device"
     )  # weights, gradients, 2 moments
     assert row(output, "disk").endswith("in run")
+
+
+@pytest.mark.parametrize("steps, is_warned", [(10**12, True), (10, False)])
+def test_plan_that_needs_more_disk_than_is_free(plain, tmp_path, capsys, steps, is_warned):
+    fields = {"max_steps": steps, "save_steps": 1, "save_keep_every": 1, "output_dir": tmp_path / "run"}
+    dry_run(plain, **fields)
+    found = re.search(r"output_dir: (\S+) needs ([\d,]+) bytes .* but ([\d,]+) bytes are free", capsys.readouterr().err)
+    assert bool(found) == is_warned
+    if found:
+        needed, free = (int(number.replace(",", "")) for number in found.groups()[1:])
+        assert found[1] == str(tmp_path / "run")
+        assert needed > 8 * 1436 * 10**12 > free > 0

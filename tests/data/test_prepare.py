@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from src.config import validation
 from src.config.errors import UsageError
-from src.data import prepare
+from src.data import dataset, prepare
 from src.data.prepared_split import data_notes
+from src.reporting import run_logger
+from src.storage import cache_folder
 from src.tasks import causal_lm
 from tests.data.conftest import WORDS
 from tests.helpers import kit
@@ -50,7 +51,7 @@ def small(monkeypatch):
 
 
 def opened(fields: dict, cache: Path) -> None:
-    kit.open_data(**fields, cache_dir=cache)
+    kit.open_data(**fields | {"cache_dir": cache})
 
 
 def digest(cache: Path) -> dict[str, str]:
@@ -205,19 +206,70 @@ def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(
 # ---- the cache folder -------------------------------------------------------------------------------------------------
 
 
-def test_full_disk_names_the_cache(fields, tmp_path, monkeypatch):
-    fields = fields | {"output_dir": "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}
-    original = validation.check
+@pytest.mark.parametrize(
+    "field, owner, name",
+    [("cache_dir", dataset, "_load_splits"), ("output_dir", run_logger.RunLogger, "_begin_files")],
+)
+def test_full_disk_at_the_start_is_named(fields, tmp_path, monkeypatch, field, owner, name):
+    fields = fields | {"output_dir": tmp_path / "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}
+    original = getattr(owner, name)
 
-    def check(*args):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # files of 4 KB
-        original(*args)
+    def call(*args):
+        """Write files of 100 bytes at most."""
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+        try:
+            return original(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    monkeypatch.setattr(validation, "check", check)
-    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path, world=1)
-    assert codes == [2], texts
-    assert digest(tmp_path / "cache") == {}  # nothing partial counts
-    assert str(tmp_path / "cache") in texts[0].rstrip().splitlines()[-1]
+    monkeypatch.setattr(owner, name, call)
+    codes, [text] = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path, world=1)
+    assert codes == [2], text
+    assert text.rstrip().splitlines()[-1].startswith(f"error: {field}: {fields[field]} cannot be written")
+    if field == "cache_dir":
+        assert digest(tmp_path / "cache") == {}  # nothing partial counts
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """Return a function that mounts a folder read-only until the test ends."""
+    mounted = []
+
+    def mount(folder: Path) -> None:
+        for options in (["--bind", folder], ["-o", "remount,ro,bind"]):
+            if subprocess.run(["mount", *options, folder], check=False, capture_output=True).returncode:
+                pytest.skip("no file system can be mounted here")
+            mounted.append(folder)
+
+    yield mount
+    for folder in set(mounted):
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_complete_cache_may_be_read_only(fields, tmp_path, read_only):
+    """For training and evaluation, on several processes; what is missing in it is one sentence."""
+    cache = tmp_path / "cache"
+    fields = fields | {"validation_file": fields["train_file"], "cache_dir": cache, "max_steps": 1}
+    opened(fields, cache)
+    read_only(cache)
+    training = ("train.py", *kit.flags(**fields, output_dir="run", global_batch_size=4, per_device_batch_size=2))
+    evaluation = ("eval.py", "--checkpoint", tmp_path / "run", "--cache_dir", cache)
+    for command in (training, evaluation):
+        codes, texts = kit.run_command(*command, folder=tmp_path, world=2)
+        assert codes == [0, 0], texts
+    codes, [text] = kit.run_command(*training, "--max_length", "50", folder=tmp_path, world=1)
+    assert codes == [2]
+    assert f"cache_dir: {cache} cannot be written (Read-only file system)" in text.rstrip().splitlines()[-1]
+
+
+def test_read_only_folder_has_no_locks_and_keeps_no_look_ups(tmp_path, read_only, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "cache").mkdir()
+    read_only(tmp_path / "cache")
+    with cache_folder.exclusive(tmp_path / "cache/target", "a test"):
+        pass
+    assert cache_folder.compute_once(tmp_path / "cache", "main", lambda: {"commit": 1}, "a look-up") == {"commit": 1}
 
 
 def _open_on_two_hosts(fields: dict, cache: Path) -> None:
