@@ -129,7 +129,8 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
         source = Source(field, split, tuple(file for p in patterns for file in _expand(p, field)))
         suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in source.files}
         if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
-            raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
+            tar = "; of .tar shards give the folder as --dataset_name" if ".tar" in suffixes else ""
+            raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)}){tar}")
         return replace(source, builder=BUILDERS[suffixes.pop()])
     if not fields.get("dataset_name") or fields.get("train_file"):
         return None

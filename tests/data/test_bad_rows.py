@@ -61,6 +61,7 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
         "b.jsonl, line 1: `text` holds a number, but text in |a.jsonl, line 1",
     ),
     "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
+    "tar as a file": ({"a.tar": "x"}, "train_file: |a.tar|give the folder as --dataset_name"),
     "only a header": ({"a.csv": "text\n"}, "a.csv could not be read, or has no rows"),
     "no byte": ({"a.jsonl": lines(ROW), "b.jsonl": ""}, "b.jsonl is empty"),
 }

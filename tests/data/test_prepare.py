@@ -203,6 +203,16 @@ def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(
     assert "train data: 2 rows were longer than max_length" in notes[0]
 
 
+@pytest.mark.parametrize(
+    "labels, length, reason",
+    [([-100] * 9 + [5], 4, "1 of them are longer than max_length.*raise --max_length"), ([-100] * 9, 20, "masked")],
+)
+def test_reason_for_rows_without_targets(open_data, tmp_path, labels, length, reason):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1] * len(labels), "labels": labels}])
+    with pytest.raises(UsageError, match=f"none of the 1 rows .*{reason}"):
+        open_data(train_file=file, max_length=length)
+
+
 # ---- the cache folder -------------------------------------------------------------------------------------------------
 
 
