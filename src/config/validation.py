@@ -27,7 +27,7 @@ LOWER_IS_BETTER |= {"brier", "distance", "divergence", "deviation", "ece", "fid"
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     """Raise one UsageError that lists all violated rules, before any file is read or written."""
-    errors = [*common_errors(cfg), *mixture_errors(cfg.mixture)]
+    errors = [*common_errors(cfg), *mixture_errors(cfg.mixture, cfg.validation_file)]
     errors += training_errors(cfg, options) if training else evaluation_errors(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
@@ -77,7 +77,7 @@ def common_errors(cfg: RunConfig) -> Iterator[str]:
             yield f"{name}: {folder} cannot be created: {parent} is not a writable folder"
 
 
-def mixture_errors(mixture: dict | None) -> Iterator[str]:
+def mixture_errors(mixture: dict | None, validation_file: list[str]) -> Iterator[str]:
     """Yield the errors of the names, weights and data of a mixture's sources."""
     if mixture is None:
         return
@@ -90,6 +90,11 @@ def mixture_errors(mixture: dict | None) -> Iterator[str]:
             yield f"mixture: {name!r}: source names must be non-empty, without '/'"
         if bool(source.get("train_file")) == bool(source.get("dataset_name")):
             yield f"mixture: {name}: give either train_file or dataset_name"
+        if validation_file and source.get("validation_file"):
+            yield (
+                f"validation_file is {', '.join(validation_file)}, and mixture: {name} has one of its own: keep one "
+                "(--validation_file none removes that of the run file)"
+            )
         for field in HUB_FIELDS:
             if field in source and "dataset_name" not in source:
                 yield f"mixture: {name}: {field} is given without dataset_name: give both, or neither"
@@ -154,6 +159,12 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
         yield (
             "early_stopping_patience without metric_for_best_model ends the run by its loss, and final/ is the last step, not "
             "the best one: give --metric_for_best_model loss to keep the best one"
+        )
+    named = [name for name, source in (cfg.mixture or {}).items() if source.get("dataset_name")]
+    if cfg.validation_file and named:
+        yield (
+            f"validation_file is evaluated, not a validation split of {', '.join(named)}: to evaluate the sources of the "
+            "mixture, give --validation_file none"
         )
     uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
     if cfg.greater_is_better is not None and not uses:

@@ -258,3 +258,26 @@ def test_requests_without_effect_are_warned_of(values, words):
     warnings = list(validation.ignored_requests(RunConfig(**values)))
     assert len(warnings) == bool(words)
     assert words in "".join(warnings)
+
+
+def test_evaluation_data_of_a_mixture_is_not_ignored(capsys):
+    """A run file's validation_file stays where --mixture replaces its training data."""
+    for source, words in (
+        ({"train_file": ["a.jsonl"], "validation_file": ["v.jsonl"]}, None),
+        ({"dataset_name": "org/a"}, "validation_file is evaluated, not a validation split of a"),
+        ({"train_file": ["a.jsonl"]}, ""),
+    ):
+        mixture = json.dumps({"a": source, "b": {"train_file": ["b.jsonl"]}})
+        fields = MODEL | {"train_file": "old.jsonl", "validation_file": "old_validation.jsonl", "output_dir": "runs/a"}
+        cfg, options = parsed("--mixture", mixture, **fields)
+        if words is None:
+            with pytest.raises(UsageError, match=r"old_validation.jsonl, and mixture: a has one of its own.*none"):
+                validation.check(cfg, options)
+            continue
+        validation.check(cfg, options)
+        printed = capsys.readouterr().err
+        assert words in printed
+        assert bool(words) == ("validation" in printed)
+        cfg, options = parsed("--mixture", mixture, "--validation_file", "none", **fields)
+        validation.check(cfg, options)
+        assert "validation" not in capsys.readouterr().err
