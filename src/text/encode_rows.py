@@ -16,7 +16,7 @@ from src.text.chat import encode_chat
 from src.text.chat_turns import NO_STRUCTS, find_structs, warn_once
 from src.text.tokenize_and_pack import (
     IGNORED,
-    find_lead,
+    find_leads,
     require_text,
     tokenize_continuation,
     tokenize_with_bytes,
@@ -132,14 +132,14 @@ class Encoder:
             if ids[: len(head)] == head:
                 ids, sizes = ids[len(head) :], sizes[len(head) :]
             else:  # one token would hold parts of both
-                ids, sizes = tokenize_continuation(self.tokenizer, completion, self._lead)
+                ids, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
             tail, sizes = self._with_eos(ids, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
 
     @cached_property
-    def _lead(self) -> str:
-        return find_lead(self.tokenizer)
+    def _leads(self) -> list[str]:
+        return find_leads(self.tokenizer)
 
     def _with_eos(self, ids: list[int], sizes: np.ndarray) -> tuple[list[int], np.ndarray]:
         eos = self.tokenizer.eos_token_id

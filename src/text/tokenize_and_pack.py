@@ -45,28 +45,30 @@ def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tupl
             yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
 
 
-def find_lead(tokenizer) -> str:
-    """Return a character after which the tokenizer adds no space, if it begins a text with one; else an empty text.
+def find_leads(tokenizer) -> list[str]:
+    """Return characters after which the tokenizer adds no space, if it begins a text with one; else none.
 
     SentencePiece begins a text with a space, so the text after another one has to be tokenized behind something."""
+    leads = []
     for lead in ("\n", ".", ":"):
         for word in ("a", "e", "1", "yes"):
             alone, lead_ids, both = (
                 tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word, lead, lead + word)
             )
             if lead_ids and both[: len(lead_ids)] == lead_ids and both[len(lead_ids) :] != alone:
-                return lead
-    return ""
+                leads.append(lead)
+                break
+    return leads
 
 
-def tokenize_continuation(tokenizer, text: str, lead: str) -> tuple[list[int], np.ndarray]:
-    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one. `lead`: see find_lead."""
-    texts = [text, lead, lead + text] if lead else [text]
-    alone, *others = tokenize_with_bytes(tokenizer, texts, add_special_tokens=False)
-    if others:
-        (lead_ids, _), (ids, sizes) = others
-        if ids[: len(lead_ids)] == lead_ids:
+def tokenize_continuation(tokenizer, text: str, leads: list[str]) -> tuple[list[int], np.ndarray]:
+    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one. `leads`: see find_leads."""
+    for lead in leads:
+        both = tokenize_with_bytes(tokenizer, [lead, lead + text], add_special_tokens=False)
+        (lead_ids, _), (ids, sizes) = both
+        if ids[: len(lead_ids)] == lead_ids:  # else one token would hold parts of both, as of two line breaks
             return ids[len(lead_ids) :], sizes[len(lead_ids) :]
+    [alone] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
     return alone
 
 

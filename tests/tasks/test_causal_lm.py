@@ -459,14 +459,15 @@ def test_completion_is_tokenized_as_it_follows_its_prompt(folder):
 
 
 @pytest.mark.parametrize(
-    "prompt, completion", [("Answer: ", "yes"), ("Answer:", " yes"), ("Answer:", "yes"), ("no ", "")]
+    "prompt, completion",
+    [("Answer: ", "yes"), ("Answer:", " yes"), ("Answer:", "yes"), ("no ", ""), ("Answer:\n", "\nyes")],
 )
 def test_prompt_and_completion_are_the_text_of_the_row(folder, prompt, completion):
     """The mutant tokenizes the completion alone, and trains on "Answer:  yes"."""
     model = Tokenizer(BPE(unk_token="<unk>"))
     model.pre_tokenizer, model.decoder = Metaspace(prepend_scheme="always"), MetaspaceDecoder()
     trainer = BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", EOS], show_progress=False)
-    model.train_from_iterator(["Answer : yes no yes Answer: yes Question: is it so"] * 50, trainer)
+    model.train_from_iterator(["Answer : yes no yes Answer: yes Question: is it so: yes\n\nno"] * 50, trainer)
     model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token=EOS)
     tokenizer.save_pretrained(folder / "pieces")
