@@ -67,8 +67,9 @@ def _chat(prompt: Any, turns: list[dict] | None) -> list[dict]:
     """Return a whole chat. A prompt of text is its first turn, unless the turns begin with one of their own."""
     turns = turns or []
     if isinstance(prompt, str):
-        first = next((i for i, turn in enumerate(turns) if turn["role"] != "system"), 0)
-        if turns and turns[first]["role"] == "assistant":
+        roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
+        first = next((i for i, role in enumerate(roles) if role != "system"), 0)
+        if turns and roles[first] == "assistant":
             return [*turns[:first], {"role": "user", "content": prompt}, *turns[first:]]
         prompt = []
     return [*(prompt or []), *turns]
