@@ -44,10 +44,10 @@ def render_chat(tokenizer: Any, chat: Chat, template: str) -> tuple[str, list[Sp
     render = choose_render(functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=chat.tools), chat)
     text = render(chat.turns)
     check_parts(render, chat, text)
-    first_texts = find_texts(render, chat, text)
+    texts, places = find_texts(render, chat, text)
     if marks_turns(template):
         return text, marked_spans(render, chat, text, template)
-    return text, rendered_spans(render, chat, text, first_texts)
+    return text, rendered_spans(render, chat, text, texts, places)
 
 
 def _tokens_in_spans(offsets: list[tuple[int, int]], spans: list[Span], also_partly: bool) -> np.ndarray:

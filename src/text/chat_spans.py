@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from src.text.chat_texts import Render
-from src.text.chat_turns import Chat
+from src.text.chat_texts import Places, Render, Text, ways_to_write
+from src.text.chat_turns import CALLS, REASONING, Chat
 
 GENERATION = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")  # as transformers finds it
 END_GENERATION = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
-GENERATED = re.compile("\ue003(.*?)\ue004", re.DOTALL)
+GENERATED = re.compile("\ufdd3(.*?)\ufdd4", re.DOTALL)
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
 FEW_TURNS = 8  # longer chats are rendered a few times, not twice for each turn
 OTHER_TEMPLATE = (
@@ -39,9 +39,9 @@ def marked_spans(render: Render, chat: Chat, text: str, template: str) -> list[S
 
     transformers finds them, too, but its time grows with the square of the turns."""
     # A scope of its own, as the block is: a variable that is set in it ends with it.
-    template = GENERATION.sub(lambda tag: f"{{%{tag[1]} with %}}\ue003{{% set marked = true {tag[2]}%}}", template)
+    template = GENERATION.sub(lambda tag: f"{{%{tag[1]} with %}}\ufdd3{{% set marked = true {tag[2]}%}}", template)
     template = END_GENERATION.sub(
-        lambda tag: f"{{%{tag[1]} set marked = false %}}\ue004{{% endwith {tag[2]}%}}", template
+        lambda tag: f"{{%{tag[1]} set marked = false %}}\ufdd4{{% endwith {tag[2]}%}}", template
     )
     marked = render(chat.turns, chat_template=template)
     if GENERATED.sub(r"\1", marked) != text:
@@ -62,16 +62,33 @@ def marked_spans(render: Render, chat: Chat, text: str, template: str) -> list[S
     return [Span(*bounds, -1) for bounds in found]
 
 
-def rendered_spans(render: Render, chat: Chat, text: str, first_texts: dict[int, int]) -> list[Span]:
+def rendered_spans(render: Render, chat: Chat, rendered: str, texts: list[Text], places: Places) -> list[Span]:
     """Return the span of each assistant turn that is trained on: after its header, to the header of the next turn.
 
-    Raise ValueError for a template that changes earlier turns when later ones follow. `first_texts`: see find_texts."""
+    Raise ValueError for a template that changes earlier turns when later ones follow, or writes a part of a turn
+    elsewhere. `texts`, `places`: see find_texts."""
     answers = [i for i, trained in enumerate(chat.is_trained) if trained]
     if len(chat.turns) > FEW_TURNS:
-        spans = _repeated_spans(render, chat, text, first_texts, answers)
-        if spans is not None:
+        spans = _repeated_spans(render, chat, rendered, places, answers)
+        if spans is not None and _find_outside(rendered, texts, spans) is None:
             return spans
-    return [_rendered_span(render, chat, text, i) for i in answers]
+    spans = [_rendered_span(render, chat, rendered, i) for i in answers]
+    outside = _find_outside(rendered, texts, spans)
+    if outside is not None:
+        raise ValueError(
+            f"the chat template writes the {outside.name} of turn {outside.turn} elsewhere than in its turn, so it would "
+            f"not be trained on: {OTHER_TEMPLATE}"
+        )
+    return spans
+
+
+def _find_outside(rendered: str, texts: list[Text], spans: list[Span]) -> Text | None:
+    """Return the first text of a trained turn that does not stand in the span of this turn, or None."""
+    said = {span.turn: rendered[span.begin : span.end] for span in spans}
+    for text in texts:
+        if text.turn in said and not any(way in said[text.turn] for way in ways_to_write(text.text)):
+            return text
+    return None
 
 
 # ---- by rendering the chat up to a turn ------------------------------------------------------------------------------
@@ -88,7 +105,8 @@ def _rendered_span(render: Render, chat: Chat, text: str, i: int) -> Span:
         )
     if not after.startswith(before):
         opens = "<think>" in generation_prompt and "</think>" not in generation_prompt
-        hint = ", or give each turn its reasoning_content, which the prompt opens" if opens else ""
+        takes_reasoning = opens and MARK in render([*chat.turns[:i], chat.turns[i] | {"reasoning_content": MARK}])
+        hint = ", or give each turn its reasoning_content, which the prompt opens" if takes_reasoning else ""
         raise ValueError(
             f"turn {i} of the assistant does not begin with the generation prompt {generation_prompt!r}, after which the "
             f"model answers: give --chat_template FILE whose prompt is what stands before its words{hint}"
@@ -99,13 +117,14 @@ def _rendered_span(render: Render, chat: Chat, text: str, i: int) -> Span:
 def _text_before(render: Render, earlier: list[dict], turn: dict, after: str) -> tuple[str, str]:
     """Return the text before the assistant's content, header included, and the template's generation prompt.
 
-    The prompt is the header. Without one, MARK replaces the content to find where it begins. `after` is the text up to
-    the end of the turn."""
+    The prompt is the header. Without one, MARK is all that the turn says, to find where its words begin. `after` is the
+    text up to the end of the turn."""
     asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
     plain = render(asked, add_generation_prompt=False)
     prompt = render(asked, add_generation_prompt=True)
     header = prompt.removeprefix(plain)
-    begin, mark, _ = render([*earlier, turn | {"content": MARK}]).partition(MARK)
+    only_mark = {key: value for key, value in turn.items() if key not in (*REASONING, *CALLS)} | {"content": MARK}
+    begin, mark, _ = render([*earlier, only_mark]).partition(MARK)
     if earlier and (header or not begin.startswith(plain.rstrip())):
         return prompt, header
     if header and mark:  # the assistant speaks first, so only text of the template itself is before the header
@@ -121,32 +140,37 @@ def _text_before(render: Render, earlier: list[dict], turn: dict, after: str) ->
 # ---- chats of many turns ---------------------------------------------------------------------------------------------
 
 
-def _repeated_spans(
-    render: Render, chat: Chat, text: str, first_texts: dict[int, int], answers: Sequence[int]
-) -> list[Span] | None:
+def _repeated_spans(render: Render, chat: Chat, text: str, places: Places, answers: Sequence[int]) -> list[Span] | None:
     """Return the spans of many turns in a few renderings, or None if they cannot be found so.
 
     Between the border of two turns and the first text of the second one stands a header, the same for all turns of that
-    role after that role. It is learned by rendering the chat up to the first such turn, and looked for before the first
-    texts of the others. The turns in the middle and at the end, where a template would differ, are rendered as well."""
+    role after that role, but for spaces that the text itself begins with. It is learned by rendering the chat up to the first such turn, and looked for before the first
+    texts of the others. A turn that ends in another way than those before, and the turns in the middle and at the end,
+    where a template would differ, are rendered as well."""
+    first_texts = places.begins
     if not first_texts:
         return None
     roles = [turn["role"] for turn in chat.turns]
     last = len(roles) - 1
-    headers: dict[tuple[str, ...], dict[str, int]] = {}  # header -> characters from its turn's begin to its first text
-    borders: dict[tuple[str, ...], dict[str, int]] = {}
-    proved = {answers[len(answers) // 2], answers[-1]} if answers else set()
+    spaces = [_spaces_before(turn["content"]) for turn in chat.turns]
+    headers: dict[tuple, dict[str, int]] = {}  # header -> characters from its turn's begin to its first text
+    borders: dict[tuple, dict[str, int]] = {}
+    tails: set[str] = set()  # what stands between the last text of a turn and the border
+    to_render = {answers[len(answers) // 2], answers[-1]} if answers else set()
     spans = []
     for i in answers:
-        known_headers = headers.setdefault(tuple(roles[max(0, i - 1) : i + 1]), {})
-        known_borders = borders.setdefault(tuple(roles[i : i + 2]), {})
+        known_headers = headers.setdefault((*roles[max(0, i - 1) : i + 1], spaces[i]), {})
+        known_borders = borders.setdefault((*roles[i : i + 2], *spaces[i + 1 : i + 2]), {})
         begin = _find_before(text, first_texts.get(i), known_headers)
         end = len(text) if i == last else _find_before(text, first_texts.get(i + 1), known_borders)
-        if begin is None or end is None or i in proved:
+        has_calls = any(chat.turns[i].get(name) for name in CALLS)  # they may end with numbers
+        has_other_tail = not has_calls and text[places.ends.get(i, 0) : end].strip() not in tails
+        if begin is None or end is None or has_other_tail or i in to_render:
             span = _rendered_span(render, chat, text, i)
             if begin not in (None, span.begin) or end not in (None, span.end):
                 return None
             begin, end = span.begin, span.end
+            tails.add(text[places.ends.get(i, 0) : end].strip())
             if len(known_headers) + len(known_borders) > FEW_TURNS or i not in first_texts:
                 return None
             border = len(render(chat.turns[:i])) if i else 0
@@ -165,3 +189,8 @@ def _find_before(text: str, first_text: int | None, headers: dict[str, int]) -> 
         if text.endswith(header, 0, first_text):
             return first_text - headers[header]
     return None
+
+
+def _spaces_before(content: object) -> str:
+    """Return the spaces and line breaks that a text begins with; none if it has nothing else."""
+    return content[: content.index(content.strip())] if isinstance(content, str) else ""

@@ -12,14 +12,17 @@ from src.text.chat_turns import CALLS, REASONING, Chat
 
 Render = Callable[..., str]  # turns, options -> text
 
-# A mark is a number between two characters of private use, which no text holds; JSON writes them as they are.
-MARKED_TEXT = re.compile("\ue000(\\d+)\ue001(.*?)\ue002", re.DOTALL)
+# A mark is a number between two noncharacters, which Unicode keeps out of texts (those of private use are in fonts of
+# icons); JSON writes them as they are.
+MARKED_TEXT = re.compile("\ufdd0(\\d+)\ufdd1(.*?)\ufdd2", re.DOTALL)
 THINK_TAG = re.compile("(</?think>)")
 OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a template that writes it"
 
 
 class Text(NamedTuple):
-    """A text of a turn, without the spaces around it. `is_content`: it is what the turn says."""
+    """A text of a turn, without the spaces around it. `is_content`: it is what the turn says.
+
+    It is empty for a turn that says nothing, which has a place, too."""
 
     turn: int
     name: str
@@ -28,30 +31,50 @@ class Text(NamedTuple):
     is_content: bool
 
 
-def find_texts(render: Render, chat: Chat, rendered: str) -> dict[int, int]:
-    """Return where in the rendered chat each turn's first text begins. Raise ValueError if a text is not written.
+class Places(NamedTuple):
+    """Where in the rendered chat the first text of each turn begins, and its last one ends."""
 
-    Return {} if the template writes something else when texts are marked, for example because it compares names."""
-    texts: list[Text] = []
-    marked = render([_mark_turn(i, turn, texts) for i, turn in enumerate(chat.turns)])
+    begins: dict[int, int]
+    ends: dict[int, int]
+
+
+def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], Places]:
+    """Return the texts of a chat, and where they stand. Raise ValueError if a text is not written.
+
+    No place is known if the template writes something else when texts are marked, for example because it compares
+    names."""
+    texts, marked = _render_marked(render, chat, also_empty=True)
+    if MARKED_TEXT.sub(r"\2", marked) != rendered and not all(text.text for text in texts):
+        texts, marked = _render_marked(
+            render, chat, also_empty=False
+        )  # a template may test whether a turn says anything
     if MARKED_TEXT.sub(r"\2", marked) != rendered:
         _check_by_search(chat, texts, rendered)
-        return {}
+        return texts, Places({}, {})
     written: set[int] = set()
-    first: dict[int, int] = {}
+    places = Places({}, {})
     characters_of_marks = 0
     for match in MARKED_TEXT.finditer(marked):
         text = texts[int(match[1])]
-        if match[2] in _ways_to_write(text.text):
+        if match[2] in ways_to_write(text.text):
             written.add(int(match[1]))
-        first.setdefault(text.turn, match.start() - characters_of_marks)
+        begin = match.start() - characters_of_marks
+        places.begins.setdefault(text.turn, begin)
+        places.ends[text.turn] = begin + len(match[2])
         characters_of_marks += len(match[0]) - len(match[2])
     reasoning_written = {(texts[k].turn, texts[k].text) for k in written if texts[k].is_reasoning}
     for k, text in enumerate(texts):
         has_another_name = text.is_reasoning and (text.turn, text.text) in reasoning_written
-        if k not in written and not has_another_name:
+        if text.text and k not in written and not has_another_name:
             _refuse(chat, text, [texts[k] for k in written])
-    return first
+    return texts, places
+
+
+def _render_marked(render: Render, chat: Chat, also_empty: bool) -> tuple[list[Text], str]:
+    """Return the texts of a chat, and the chat with a mark around each; an empty text if the template refuses marks."""
+    texts: list[Text] = []
+    turns = [_mark_turn(i, turn, texts, also_empty) for i, turn in enumerate(chat.turns)]
+    return texts, _render_or_none(render, turns) or ""
 
 
 def choose_render(render: Render, chat: Chat) -> Render:
@@ -60,11 +83,14 @@ def choose_render(render: Render, chat: Chat) -> Render:
     def render_parts(turns: list[dict], **options: Any) -> str:
         return render([_with_parts(turn) for turn in turns], **options)
 
-    texts = [turn["content"].strip() for turn in chat.turns if isinstance(turn["content"], str)]
-    first = next(filter(None, texts), "")
-    if first in (_render_or_none(render, chat.turns) or ""):
+    # The longest text: a short one may stand in a header. Not the assistant's: a template may leave out its reasoning.
+    said = [turn for turn in chat.turns if isinstance(turn["content"], str) and turn["content"].strip()]
+    said = [turn for turn in said if turn["role"] != "assistant"] or said
+    texts: list[str] = [turn["content"].strip() for turn in said]
+    longest = max(texts, key=len, default="")
+    if longest in (_render_or_none(render, chat.turns) or ""):
         return render
-    return render_parts if first in (_render_or_none(render_parts, chat.turns) or "") else render
+    return render_parts if longest in (_render_or_none(render_parts, chat.turns) or "") else render
 
 
 def _with_parts(turn: dict) -> dict:
@@ -76,10 +102,10 @@ def _with_parts(turn: dict) -> dict:
 def check_parts(render: Render, chat: Chat, rendered: str) -> None:
     """Raise ValueError if the template writes no calls, no tools, or values as Python code."""
     for name in CALLS:
+        calling = [i for i, turn in enumerate(chat.turns) if turn.get(name)]
         without = [{key: value for key, value in turn.items() if key != name} for turn in chat.turns]
-        if without != chat.turns and _render_or_none(render, without) == rendered:
-            i = next(i for i, turn in enumerate(chat.turns) if turn.get(name))
-            raise ValueError(f"the chat template does not write the {name} of turn {i}: {OTHER_TEMPLATE}")
+        if calling and _render_or_none(render, without) == rendered:
+            raise ValueError(f"the chat template does not write the {name} of turn {calling[0]}: {OTHER_TEMPLATE}")
     if chat.tools and _render_or_none(render, chat.turns, tools=None) == rendered:
         raise ValueError(f"the chat template does not write the `tools` of the row: {OTHER_TEMPLATE}")
     for i, turn in enumerate(chat.turns):
@@ -112,9 +138,12 @@ def _render_or_none(render: Render, turns: list[dict], **options: Any) -> str | 
 # ---- the texts of a turn ---------------------------------------------------------------------------------------------
 
 
-def _mark_turn(i: int, turn: dict, texts: list[Text]) -> dict:
-    """Return turn `i` with marks around its texts, and append these to `texts`."""
+def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
+    """Return turn `i` with marks around its texts, and append these to `texts`.
+
+    With `also_empty`, a turn without any text has a mark where its content would be."""
     marked = dict(turn)
+    known = len(texts)
     for name in REASONING:
         if name in turn:
             marked[name] = _mark(turn[name], Text(i, name, "", is_reasoning=True, is_content=False), texts)
@@ -126,6 +155,8 @@ def _mark_turn(i: int, turn: dict, texts: list[Text]) -> dict:
     for name in CALLS:
         if name in turn:
             marked[name] = _mark_calls(turn[name], Text(i, name, "", is_reasoning=False, is_content=False), texts)
+    if also_empty and len(texts) == known and isinstance(turn["content"], str):
+        marked["content"] = _add_mark(turn["content"], content, texts)
     return marked
 
 
@@ -135,12 +166,15 @@ def _mark(value: Any, kind: Text, texts: list[Text]) -> Any:
         return {key: _mark(item, kind, texts) for key, item in value.items()}
     if isinstance(value, list):
         return [_mark(item, kind, texts) for item in value]
-    if not isinstance(value, str) or not value.strip():
-        return value
+    return _add_mark(value, kind, texts) if isinstance(value, str) and value.strip() else value
+
+
+def _add_mark(value: str, kind: Text, texts: list[Text]) -> str:
+    """Return a text with marks within the spaces around it."""
     text = value.strip()
     begin = value.index(text)
     texts.append(kind._replace(text=text))
-    return f"{value[:begin]}\ue000{len(texts) - 1}\ue001{text}\ue002{value[begin + len(text) :]}"
+    return f"{value[:begin]}\ufdd0{len(texts) - 1}\ufdd1{text}\ufdd2{value[begin + len(text) :]}"
 
 
 def _mark_reasoning_and_answer(content: str, kind: Text, texts: list[Text]) -> str:
@@ -176,7 +210,7 @@ def _functions(turn: dict) -> list[dict]:
 # ---- texts that are not written --------------------------------------------------------------------------------------
 
 
-def _ways_to_write(text: str) -> tuple[str, ...]:
+def ways_to_write(text: str) -> tuple[str, ...]:
     """Return a text as a template may write it: as it is, or as JSON escapes it."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
 
@@ -185,7 +219,7 @@ def _check_by_search(chat: Chat, texts: list[Text], rendered: str) -> None:
     """Raise ValueError for the first text that does not stand in the rendered chat."""
     end = 0
     for text in texts:
-        ways = _ways_to_write(text.text)
+        ways = ways_to_write(text.text)
         # Usually a text follows the one before it, so the whole chat is searched only for one that a template has moved.
         begin = next((begin for way in ways if (begin := rendered.find(way, end)) >= 0), -1)
         if begin >= 0:
@@ -200,7 +234,7 @@ def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
     if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
         return
     what = f"the chat template does not write the {text.name} of turn {text.turn}"
-    if text.is_reasoning and any(other.is_reasoning and other.turn > text.turn for other in written):
+    if text.is_reasoning and any(other.name == text.name and other.turn > text.turn for other in written):
         raise ValueError(
             f"{what}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
             "`train: false` in the earlier ones, or give --chat_template FILE with a template that writes it"

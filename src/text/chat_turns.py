@@ -1,6 +1,6 @@
 """Turns of a chat as its row says them: parts joined to text, nulls, keys that are obeyed or refused, turns without loss.
 
-Tests: tests/text/test_chat_turns.py.
+Tests: tests/text/test_chat.py.
 """
 
 import functools
@@ -110,7 +110,7 @@ def _check_keys(i: int, turn: dict) -> None:
     role = turn.get("role")
     if not isinstance(role, str) or "content" not in turn:
         raise ValueError(f"turn {i} has no role or no content")
-    if role != "assistant" and role.lower() in ASSISTANT_NAMES:
+    if role != "assistant" and role.strip().lower() in ASSISTANT_NAMES:
         raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
     for key in MEDIA_KEYS:
         if turn.get(key):
@@ -171,10 +171,17 @@ def _read_content(i: int, turn: dict) -> Any:
 
 
 def _read_tools(tools: Any) -> Any:
-    """Return the tools of a row; a text is JSON."""
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    if isinstance(tools, list):
-        return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    """Return the tools of a row; a text is JSON. Raise ValueError if they are no list of dicts."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        if isinstance(tools, list):
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`tools` of the row is text, but not JSON: {error}") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(
+            "`tools` of the row is not a list of functions, each as a mapping with its name and parameters"
+        )
     return tools
 
 

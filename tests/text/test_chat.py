@@ -23,7 +23,7 @@ LOOP = "{% for m in messages %}"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["def f(x)"]))
+    return AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["a def f(x)"] * 9))
 
 
 def render(tokenizer, template, messages, tools=None):
@@ -66,8 +66,12 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
 # ---- long chats ------------------------------------------------------------------------------------------------------
 
 
+LEADS = ["", "", "", " ", "  ", "\n", " "]
+
+
 def long_chat(turns: int) -> list[dict]:
-    """Return a chat with a system's turn, words that repeat, and calls of tools without words."""
+    """Return a chat with a system's turn, words that repeat or begin with spaces, calls of tools without words, and
+    turns that say nothing."""
     call = {
         "role": "assistant",
         "content": "",
@@ -76,10 +80,10 @@ def long_chat(turns: int) -> list[dict]:
     chat = [{"role": "system", "content": "assistant"}]
     while len(chat) < turns - 4:
         k = len(chat)
-        chat.append({"role": "user", "content": WORDS[k % 3] + " "})
+        chat.append({"role": "user", "content": LEADS[k % 7] + WORDS[k % 3] + " " if k % 11 else ""})
         if k % 7 == 0:
-            chat += [call, {"role": "tool", "content": f"{k}"}]
-        chat.append({"role": "assistant", "content": WORDS[k % 5] if WORDS[k % 5].strip() else "fine"})
+            chat += [call, {"role": "tool", "content": f"{k}" if k % 2 else ""}]
+        chat.append({"role": "assistant", "content": LEADS[k % 5] + WORDS[k % 5] if k % 13 else ""})
     return [*chat, CHAT[0], CHAT[1]]
 
 
@@ -89,6 +93,7 @@ WITH_CALLS = TEMPLATES["chatml"][0].replace(
     "{{ message.content }}", "{{ message.content }}" + CALLS.replace("m.", "message.")
 )
 LONG |= {"calls": (WITH_CALLS, True)}
+LONG |= {"only an end": (LOOP + "{{ m.content }}</s>{% endfor %}", False)}
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -132,12 +137,56 @@ def test_template_that_differs_in_the_middle_of_a_long_chat(tokenizer):
     text, spans = render(tokenizer, template, chat)
     assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
     assert "<|now|>" in text
+    # Before the header of a user, it is no target. The mutants look for headers only, or in the middle only.
+    text, spans = render(tokenizer, template.replace("== 42", "in (25, 43)"), chat)
+    assert text.count("<|now|><|user|>") == 2
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
+
+
+def test_marks_that_a_template_cuts_are_refused(tokenizer):
+    template = MARKS.replace("{% generation %}", "{% set words %}{% generation %}")
+    template = template.replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ WORDS }}")
+    assert len(render(tokenizer, template.replace("WORDS", "words"), CHAT)[1]) == 2
+    with pytest.raises(ValueError, match=r"between.* cannot be found"):
+        render(tokenizer, template.replace("WORDS", "words[:5]"), CHAT)
+
+
+def test_words_of_the_assistant_that_stand_elsewhere_are_refused(tokenizer):
+    """As Gemma 4 writes what is said beside a call: after the result of the tool. It would be no target."""
+    template = (
+        LOOP
+        + "{% if m.role == 'tool' %}<|tool|>{{ m.content }}{{ messages[loop.index0 - 1].content }}{% else %}"
+        + "<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+        + "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}{% endif %}<|endoftext|>"
+        + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for repeated in (1, 6):
+        chat = called({"city": "Paris"}) * repeated
+        text, spans = render(tokenizer, template, chat)
+        assert [text[a:b] for a, b in spans] == ['f{"city": "Paris"}<|endoftext|>', "hello<|endoftext|>"] * repeated
+        chat[1] = chat[1] | {"content": "I look."}
+        with pytest.raises(ValueError, match="writes the content of turn 1 elsewhere"):
+            render(tokenizer, template, chat)
+        chat[1] = chat[1] | {"train": False}
+        assert len(render(tokenizer, template, chat)[1]) == 2 * repeated - 1
+
+
+@pytest.mark.parametrize("before", ["{% if m.reasoning %}({{ m.reasoning }}){% endif %}", "CALLS"])
+def test_all_that_a_turn_says_is_a_target_without_a_generation_prompt(tokenizer, before):
+    """The mutant begins where the content does, after reasoning and calls."""
+    template = LOOP + "<{{ m.role }}>" + before.replace("CALLS", CALLS) + "{{ m.content }}</s>{% endfor %}"
+    says = {"reasoning": "why"} if before != "CALLS" else {"tool_calls": called({"a": "b"})[1]["tool_calls"]}
+    written = "(why)" if before != "CALLS" else '<call>f {"a": "b"}'
+    for content in ("hello", ""):
+        text, [(a, b)] = render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": content, **says}])
+        assert text[a:b] == f"{written}{content}</s>"
 
 
 GENERATION = [
     "{%- generation -%}{{ m.content }}<|endoftext|>{%- endgeneration -%}",
     "\n  {% generation %}\n{% set words = m.content %}{{ words }}\n  {% endgeneration %}\n",
     "{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>",
+    " de{% generation %}f{{ m.content }}{% endgeneration %}",  # one token has characters of both
 ]
 
 
@@ -149,12 +198,20 @@ def test_turns_that_a_template_marks_are_those_of_transformers(tokenizer, genera
         + generation
         + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    chat = [*CHAT, {"role": "assistant", "content": "für 🙂 "}]
+    chat = [*CHAT, {"role": "assistant", "content": "für 🙂 \ue004 "}]  # and an icon of a font
     ids, labels, sizes = encode_chat(tokenizer, chat, "row 3", None)
     expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert ids == expected["input_ids"]
     assert [label != IGNORED for label in labels] == [bool(target) for target in expected["assistant_masks"]]
     assert sizes.sum() == len(tokenizer.apply_chat_template(chat, tokenize=False).encode())
+
+
+def test_token_with_characters_of_the_header_is_no_target(tokenizer):
+    """At inference it is a part of the prompt, in other tokens, so no label would be right."""
+    tokenizer.chat_template = LOOP + "{{ m.role }}: de{{ m.content }}</s>{% endfor %}"
+    ids, labels, _ = encode_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "f(x)"}], "row 3", None)
+    assert " def" in [tokenizer.decode([token]) for token in ids]
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == "(x)</s>"
 
 
 # ---- turns that are not trained on -----------------------------------------------------------------------------------
@@ -168,6 +225,15 @@ def test_turns_that_a_row_excludes_are_not_trained_on(tokenizer, template, keys)
     assert [text[a:b].replace("<|endoftext|>\n", "") for a, b in spans] == ["yes"]
     assert "hello" in text
     assert "weight" not in text
+
+
+def test_template_with_two_marked_parts_in_a_turn(tokenizer):
+    """Which turn a part belongs to is not known, so no turn can be excluded."""
+    template = MARKS.replace("{% endgeneration %}", "{% endgeneration %}:{% generation %}!{% endgeneration %}")
+    text, spans = render(tokenizer, template, CHAT)
+    assert [text[a:b] for a, b in spans] == ["hello", "!"] * 2
+    with pytest.raises(ValueError, match=r"turn 1 is not to be trained on.*marks 4 parts of 2 turns"):
+        render(tokenizer, template, [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]])
 
 
 def test_training_of_other_roles_is_warned_of(tokenizer, capsys):
@@ -219,12 +285,24 @@ def test_template_that_takes_only_parts_gets_them(tokenizer):
     for write in ("{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content[0]['text'] }}"):
         template = kit.CHATML.replace("{{ m['content'] }}", write)
         assert render(tokenizer, template, [parts("text"), *CHAT[1:]])[0].count("text of 0.") == 1
+        # A word that stands in a header, too, does not say that texts are written.
+        chat = [{"role": "user", "content": "user"}, {"role": "assistant", "content": "hello"}, CHAT[2]]
+        assert "<|user|>user<" in render(tokenizer, template, chat)[0]
+        assert "hello" in render(tokenizer, template, [CHAT[0] | {"content": ""}, CHAT[1]])[0]
+
+
+def test_a_list_without_calls_is_no_call(tokenizer):
+    text, spans = render(tokenizer, kit.CHATML, [CHAT[0], CHAT[1] | {"tool_calls": []}])
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>\n"]
 
 
 def test_reasoning_that_is_never_written_is_not_a_matter_of_the_last_turn(tokenizer):
     answer = CHAT[1] | {"reasoning_content": "why"}
     with pytest.raises(ValueError, match=r"reasoning_content of turn 1: remove it"):
         render(tokenizer, kit.CHATML, [CHAT[0], answer, CHAT[2], answer])
+    with pytest.raises(ValueError, match=r"reasoning_content of turn 1: remove it"):
+        inline = {"role": "assistant", "content": "<think>why</think>yes"}
+        render(tokenizer, kit.CHATML, [CHAT[0], answer, CHAT[2], inline])
 
 
 TOOL_CHAT = (
@@ -277,10 +355,12 @@ def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokeniz
 def test_tokenizer_with_several_templates(tokenizer):
     """One more for rows with tools, as Command R and Hermes have."""
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with_tools = kit.CHATML.replace("{%", "{{ tools | tojson }}{%", 1)
+    with_tools = MARKS.replace("{%", "{{ tools | tojson }}{%", 1)
     tokenizer.chat_template = {"default": kit.CHATML, "tool_use": with_tools}
-    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given)[0] for given in (None, tools))
-    assert len(plain) < len(more)
+    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given) for given in (None, tools))
+    assert len(plain[0]) < len(more[0])
+    targets = [tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in (plain, more)]
+    assert targets == ["hello<|endoftext|>\n" * 2, "hello" * 2]  # as each template says
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
@@ -297,6 +377,12 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
+@pytest.mark.parametrize("tools, words", [("f(x)", "text, but not JSON"), ({"name": "f"}, "not a list"), (5, "not a")])
+def test_tools_that_are_no_list_are_refused(tokenizer, tools, words):
+    with pytest.raises(ValueError, match=f"`tools` of the row.*{words}"):
+        render(tokenizer, kit.CHATML, CHAT, tools)
+
+
 # ---- templates and chats that are refused ----------------------------------------------------------------------------
 
 NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
@@ -311,6 +397,7 @@ CUT = kit.CHATML.replace("m['content']", "m['content'][1:]")
 PYTHON = TOOL_CHAT.replace("arguments | tojson", "arguments")
 FIRST_ONLY = TOOL_CHAT.replace("arguments | tojson", "arguments.a | tojson")
 THINK_PROMPT = kit.CHATML.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+REASONS = THINK_PROMPT.replace("{{ m['content']", "{{ m.reasoning_content }}{{ m['content']")
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
@@ -329,6 +416,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (kit.CHATML, [CHAT[0] | {"content": 5}, CHAT[1]], "content of turn 0 is int"),
         (kit.CHATML, [parts("text", "image_url"), *CHAT[1:]], "content of turn 0 has parts of type image_url"),
         (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"role": "assistant "}], "turn 1 has the role 'assistant '"),
         (kit.CHATML, [CHAT[0], CHAT[1], {"role": "tool", "content": {"a": 1}}], "content of turn 2 as Python code"),
         (NO_SYSTEM, [SYSTEM, *CHAT], "does not write the content of turn 0"),
         (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
@@ -338,7 +426,8 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
         (LATER, CHAT, "earlier turns.*--chat_template"),
-        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*reasoning_content, which the prompt opens"),
+        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*before its words$"),
+        (REASONS, CHAT, "generation prompt '<|assistant|><think>'.*reasoning_content, which the prompt opens"),
     ],
 )
 def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
