@@ -198,3 +198,9 @@ def test_prompt_stands_after_the_system_turn_and_tools_are_written(fields, tmp_p
     assert decoded(task, encoded, "chosen")[0].startswith("<|system|>sat<|endoftext|>\n<|user|>the cat<|endoftext|>")
     with pytest.raises(UsageError, match="does not write the `tools`"):
         opened(fields, tmp_path, [row | {"tools": [{"type": "function", "function": {"name": "f"}}]}])
+
+
+@pytest.mark.parametrize("turn", [{"content": "sat"}, None])
+def test_pairs_with_a_turn_without_a_role_are_refused(fields, tmp_path, turn):
+    with pytest.raises(UsageError, match=r"line 1.*(has no role|not a list of turns)"):
+        opened(fields, tmp_path, [{"prompt": "the cat", "chosen": [turn], "rejected": [turn]}])
