@@ -96,7 +96,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
-        totals = StepTotals.sum_over_ranks(backend, batch, signals.requests(), checkpoints.failed())
+        votes = signals.votes() | {"failed": checkpoints.failed()}  # one more: {"name": 1.0 on a rank that is for it}
+        totals = StepTotals.sum_over_ranks(backend, batch, votes)
         save_requested = totals.save
         if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
@@ -117,6 +118,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(losses, totals, data_seconds)
+        checkpoints.after_step()
         backend_checks.check_replicas(backend, model, state.step, due.replica_check())  # each save checks, too
 
     if not due.complete():

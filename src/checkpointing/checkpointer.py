@@ -65,15 +65,16 @@ class Checkpointer:
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
     def failed(self) -> float:
-        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this.
-
-        After the first update on a GPU, reserve the memory of saves, so that the first one need not."""
-        if self.accelerator.device.type == "cuda" and self.state.updates and self.writer.writes:  # moments exist now
-            self.memory.reserve(
-                partial(checkpoint_folder.collect_tensors, self.run.backend, self.run.model, self.parts)
-            )
-        self.signals.save_seconds = self.writer.slowest
+        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this."""
         return float(self.writer.failed())
+
+    def after_step(self) -> None:
+        """Tell the time limit how long a save takes. On a GPU, after the first update, reserve the memory of saves, so
+        that the first one need not."""
+        self.signals.save_seconds = self.writer.slowest
+        if self.accelerator.device.type == "cuda" and self.state.updates and self.writer.writes:  # moments exist now
+            collect = partial(checkpoint_folder.collect_tensors, self.run.backend, self.run.model, self.parts)
+            self.memory.reserve(collect)
 
     def update_best(self, metrics: dict) -> None:
         """Compare this evaluation with the best one. If it lacks metric_for_best_model, save and end the run."""

@@ -57,11 +57,12 @@ class StopSignals:
             global _training
             _training = self
 
-    def requests(self) -> list[float]:
-        """Return this rank's requests [save, stop], each 0 or 1, to be summed over ranks; call it between two steps."""
-        if save := self.save_requested:  # never clear a request that the other thread makes now
+    def votes(self) -> dict[str, float]:
+        """Return this rank's requests by name, each 0 or 1, to be summed over ranks; call it between two steps."""
+        save = self.save_requested
+        if save:  # never clear a request that the other thread makes now
             self.save_requested = False
-        return [float(save), self.stopping()]
+        return {"save": float(save), "stop": self.stopping()}
 
     def stopping(self) -> float:
         """Return 1 if this rank wants to stop, else 0; call it between two steps or two batches of an evaluation."""

@@ -16,6 +16,7 @@ from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 
 SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
+COUNTS = ("weight", "tokens", "padded_tokens", "examples", "hash_low", "hash_high")  # of the micro-batches of a step
 LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
 LINE += ("learning_rate", "grad_norm", "skipped", "graphs", "tflops", "mfu", "gpu_memory_gib")
 
@@ -23,32 +24,39 @@ LINE += ("learning_rate", "grad_norm", "skipped", "graphs", "tflops", "mfu", "gp
 # ---- one step ----------------------------------------------------------------------------------------------------------
 
 
-class StepTotals(NamedTuple):
-    """Sums over all ranks, from one small all-reduce before the forward passes of a step."""
+class StepTotals(dict[str, float]):
+    """Sums over all ranks by name, from one small all-reduce before the forward passes of a step.
 
-    weight: float  # targets (tokens, rows, ...) in the global batch; the loss is divided by it
-    tokens: float
-    padded_tokens: float  # tokens and padding
-    examples: float  # 0: a streamed dataset has no rows left in this pass
-    hash_low: float  # with hash_high: a hash of the example ids, for ledger.jsonl
-    hash_high: float
-    save: float  # ranks that were asked for a checkpoint
-    stop: float  # ranks that were asked to stop
-    failed: float  # ranks on which too many checkpoints in a row could not be written
+    `totals.weight` is `totals["weight"]`: the targets (tokens, rows, …) in the global batch, by which the loss is
+    divided. `tokens`; `padded_tokens`, tokens and padding; `examples`; `hash_low` and `hash_high`, a hash of the
+    example ids for ledger.jsonl. Then the votes that the loop has added, such as `stop`: the number of ranks for it."""
+
     forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
 
-    @classmethod
-    def sum_over_ranks(cls, backend: Backend, batch: StepBatch, requests: list[float], failed: float) -> "StepTotals":
-        """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
+    def __getattr__(self, name: str) -> float:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"a step has no sum named {name!r}; it has {', '.join(self)}")
 
-        Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
-        forwards, counts = backend.forwards_per_rank(batch), [0.0] * 6
+    @classmethod
+    def sum_over_ranks(cls, backend: Backend, batch: StepBatch, votes: dict[str, float]) -> "StepTotals":
+        """Sum the counts of the micro-batches, and `votes` by name, over all ranks; a collective.
+
+        Every input of a decision is summed here, so ranks never disagree: all of them give the same names in the same
+        order. Sums of whole numbers are exact."""
+        sums = dict.fromkeys(COUNTS, 0.0)
         for micro, rows in batch:
             if not micro.dummy:
-                more = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
-                counts = [count + value for count, value in zip(counts, more, strict=True)]
-        sums = backend.hosts.sum([*counts, *requests, failed, *forwards]).tolist()
-        return cls(*sums[:9], forwards=sums[9:])
+                counts = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
+                for name, value in zip(COUNTS, counts, strict=True):
+                    sums[name] += value
+        if both := sums.keys() & votes.keys():
+            raise ValueError(f"a vote is named {min(both)!r}, as another sum of a step: rename it")
+        sums |= votes
+        vector = backend.hosts.sum([*sums.values(), *backend.forwards_per_rank(batch)]).tolist()
+        totals = cls(zip(sums, vector))  # noqa: B905  the rest of the vector follows
+        totals.forwards = vector[len(sums) :]
+        return totals
 
 
 class StepLosses(NamedTuple):

@@ -13,10 +13,12 @@ import torch
 from accelerate import Accelerator
 
 import train
+from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.backends import make_backend
 from src.distributed.host_group import HostGroup
 from src.training.evaluation import evaluate
+from src.training.meter import StepTotals
 from src.training.model_with_loss import ModelWithLoss, choose_kernels
 from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
@@ -138,6 +140,16 @@ def _count_reductions(argv, no_sync: bool):
     HostGroup.sum_in_order = lambda self, values: (vectors.append(len(values)), in_order(self, values))[1]
     train.main([str(word) for word in argv])
     return len(steps), len(reductions) / len(set(reductions)), vectors
+
+
+def test_a_vote_is_summed_by_its_name():
+    backend = make_backend(Accelerator(cpu=True), RunConfig())
+    totals = StepTotals.sum_over_ranks(backend, [], {"pause": 2.0, "stop": 1.0})
+    assert (totals.pause, totals.stop, totals.examples, totals.forwards) == (2.0, 1.0, 0.0, [])
+    with pytest.raises(AttributeError, match=r"no sum named 'paus'.* pause"):
+        _ = totals.paus
+    with pytest.raises(ValueError, match="'weight'"):
+        StepTotals.sum_over_ranks(backend, [], {"weight": 1.0})
 
 
 def test_one_gradient_reduction_and_one_small_vector_per_step(files, tmp_path):
