@@ -71,8 +71,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
-    gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
-    gradient = backend.as_after_a_step(gradient)  # the first one of a resumed DDP run is computed twice
+    gradient = task.wrap_gradient(compute_gradient)  # the same function, unless the loss is one over the whole batch
+    gradient = backend.wrap_gradient(gradient)  # running statistics; on 3 DDP ranks or more the first one twice
+    gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
     score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
@@ -110,7 +111,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         losses = None
         if totals.weight:  # 0: no example of the global batch has a target
             batch = backend.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
-            losses = techniques.compute_gradient(gradient, backend, module, batch, totals.weight)
+            losses = gradient(backend, module, batch, totals)  # compute_gradient below, wrapped as above
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             techniques.change_gradient()
@@ -129,24 +130,24 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     return state_of_pass
 
 
-def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, total_weight: float) -> StepLosses:
+def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals: StepTotals) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
-    `total_weight` is the sum of weights over all ranks. A loss that is not finite on one rank makes the gradient of
-    every rank non-finite. Nothing here waits for the device."""
-    scale = backend.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
-    device, outputs = backend.accelerator.device, []
-    with backend.accumulation():
-        for micro, rows in batch:
-            inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
-            data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
-            with backend.no_sync(module, unless=micro.last):  # one reduction of gradients per step
-                out = module(inputs)
-                # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
-                # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
-                factor = 0.0 * out["loss"].detach() + (0.0 if micro.dummy else scale)
-                backend.backward(module, out["loss"] * factor, micro)
-            outputs.append({name: value.detach() for name, value in out.items() if value.dim() == 0})
+    A loss that is not finite on one rank makes the gradient of every rank non-finite. Nothing here waits for the
+    device."""
+    scale = backend.data_world_size / totals.weight  # backends average gradients over ranks; this makes them a sum
+    device = backend.accelerator.device
+    outputs = []
+    for micro, rows in batch:
+        inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
+        data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
+        with backend.no_sync(module, unless=micro.last):  # one reduction of gradients per step
+            out = module(inputs)
+            # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
+            # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
+            factor = 0.0 * out["loss"].detach() + (0.0 if micro.dummy else scale)
+            backend.accelerator.backward(out["loss"] * factor)
+        outputs.append({name: value.detach() for name, value in out.items() if value.dim() == 0})
     return StepLosses.of(batch, outputs)
 
 

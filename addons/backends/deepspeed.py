@@ -4,7 +4,7 @@ Tests: tests/addons/backends/test_deepspeed.py.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class DeepSpeed(Backend):
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
         _configure(accelerator, cfg)
+        self.accelerator: Any = AcceleratorOfEngine(accelerator, self.backward)
 
     @property
     def name(self) -> str:
@@ -53,11 +54,11 @@ class DeepSpeed(Backend):
         module.set_gradient_accumulation_boundary(unless)
         yield
 
-    def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Run the backward pass; accelerate's backward would also update the weights."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of the engine, in the place of accelerate's."""
         if self.is_first_step:
             self._check_same_parameters(loss)
-        module.backward(loss, scale_wrt_gas=False)
+        self.engine.backward(loss, scale_wrt_gas=False)
 
     def _check_same_parameters(self, loss: torch.Tensor) -> None:
         """Raise UsageError on all ranks if they use different parameters: ZeRO would add their gradients. A collective."""
@@ -120,6 +121,17 @@ class DeepSpeed(Backend):
         for path, value in numbers.items():
             for state in states.values():
                 state[path.split("/", 1)[0]] = value
+
+
+class AcceleratorOfEngine:
+    """The Accelerator, with a backward pass that updates no weights: accelerate's own would, after each one."""
+
+    def __init__(self, accelerator: "Accelerator", backward: Callable[[torch.Tensor], None]):
+        self._accelerator = accelerator
+        self.backward = backward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from src.config.addons import addon_names, load_addon
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 
 # compute_gradient of train.py without its first arguments
-ComputeGradient = Callable[[StepBatch, float], StepLosses]
+Compute = Callable[[StepBatch, StepTotals], StepLosses]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    gradient: Callable[..., StepLosses] | None = None  # replaces compute_gradient of train.py, while it is set
+    gradient: ComputeGradient | None = None  # replaces compute_gradient of train.py, while it is set
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -107,9 +108,9 @@ class Technique:
 
     # ---- in a step, in this order ------------------------------------------------------------------------------------
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses; `compute` may be called several times."""
-        return compute(batch, total_weight)
+        return compute(batch, totals)
 
     def change_gradient(self) -> None:
         """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped
@@ -148,6 +149,11 @@ def technique_class(name: str) -> type[Technique]:
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Technique) and each.__module__ == module.__name__
     ]
+    if hasattr(subclass, "compute_gradient"):
+        raise UsageError(
+            f"techniques: {name}: {subclass.__name__} has a method `compute_gradient`, which is not called: rename it to "
+            "`around_gradient(compute, batch, totals)`"
+        )
     return subclass
 
 

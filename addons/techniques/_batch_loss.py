@@ -7,6 +7,7 @@ it, and backpropagates its rows of that gradient (GradCache: Gao et al., "Scalin
 under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/addons/techniques/test_batch_loss.py.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from src.data.data_loader import seed_everything
 from src.distributed.backends import Backend
 from src.tasks import Batch, Task
 from src.training.evaluation import Part
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
@@ -46,14 +47,12 @@ class BatchLossTask(Task, BatchLoss):
     """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
-        """Return the vectors of a micro-batch: evaluation collects them, training has `compute_gradient` below."""
+        """Return the vectors of a micro-batch: evaluation collects them, training has `batch_loss_gradient` below."""
         return self.represent(model, inputs)
 
-    def compute_gradient(
-        self, backend: Backend, module: torch.nn.Module, batch: StepBatch, total_weight: float
-    ) -> StepLosses:
-        """Do what compute_gradient of train.py does."""
-        return compute_gradient(self, backend, module, batch, total_weight)
+    def wrap_gradient(self, compute: ComputeGradient) -> ComputeGradient:
+        """Return what takes the place of `compute`, compute_gradient of train.py."""
+        return partial(batch_loss_gradient, self)
 
     def sums_by_block(
         self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Part]
@@ -78,17 +77,16 @@ class _Part(NamedTuple):
     columns: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape behind the rows, dtype)
 
 
-def compute_gradient(
-    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+def batch_loss_gradient(
+    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, totals: StepTotals
 ) -> StepLosses:
-    """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
+    """Fill `.grad` with the gradient of batch_loss / its weight; return a loss for each micro-batch of this rank.
 
     The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0, as are the
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with backend.accumulation():
-        losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, total_weight)
+    losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, totals.weight)
     return StepLosses(torch.stack(losses).detach(), {name: value.detach().double() for name, value in sums.items()})
 
 
@@ -112,7 +110,7 @@ def _backward_in_two_passes(
                 product = product + (again[name] * scaled).sum()
             if not product.requires_grad:
                 raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
-            backend.backward(module, product, micro)
+            backend.accelerator.backward(product)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
             unequal |= _unequal(mine, again)

@@ -17,7 +17,7 @@ from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import plain_name, reshard
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 
@@ -94,25 +94,23 @@ class TechniqueChain(Techniques):
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def compute_gradient(
-        self,
-        compute: Callable[..., StepLosses],
-        backend: Backend,
-        module: torch.nn.Module,
-        batch: StepBatch,
-        total_weight: float,
-    ) -> StepLosses:
-        """Fill `.grad` and return the losses, through all techniques, the first one outermost."""
+    def wrap_gradient(self, compute: ComputeGradient) -> ComputeGradient:
+        """Return `compute` with all techniques around it, the first one outermost."""
 
-        def innermost(batch: StepBatch, total_weight: float) -> StepLosses:
-            replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
-            used = backend.as_after_a_step(replaced) if replaced else compute
-            return used(backend, module, batch, total_weight)
+        def compute_with_techniques(
+            backend: Backend, module: torch.nn.Module, batch: StepBatch, totals: StepTotals
+        ) -> StepLosses:
+            def innermost(batch: StepBatch, totals: StepTotals) -> StepLosses:
+                replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
+                used = backend.wrap_gradient(replaced) if replaced else compute
+                return used(backend, module, batch, totals)
 
-        inner = innermost
-        for technique in reversed(self.techniques.values()):
-            inner = partial(technique.compute_gradient, inner)
-        return inner(batch, total_weight)
+            inner = innermost
+            for technique in reversed(self.techniques.values()):
+                inner = partial(technique.around_gradient, inner)
+            return inner(batch, totals)
+
+        return compute_with_techniques
 
     @torch.no_grad()
     def change_gradient(self) -> None:

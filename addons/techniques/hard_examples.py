@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique
-from addons.techniques._batch_loss import Vectors, compute_gradient
+from addons.techniques import Compute, Technique
+from addons.techniques._batch_loss import Vectors, batch_loss_gradient
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.tasks import Task
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 
@@ -39,14 +39,14 @@ class HardExamples(Technique):
     def begin(self) -> None:
         self.is_checked = False
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
         if not self.is_checked:
             self._check_rows(batch)
             self.is_checked = True
         model, chooses = self.run.model, self.run.state.step >= self.start_step
         model.training_loss = self.hardest.represent if chooses else None
-        self.gradient = partial(compute_gradient, self.hardest) if chooses else None
-        return compute(batch, total_weight)
+        self.gradient = partial(batch_loss_gradient, self.hardest) if chooses else None
+        return compute(batch, totals)
 
     @torch.no_grad()
     def _check_rows(self, step_batch: StepBatch) -> None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique
+from addons.techniques import Compute, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)
@@ -40,8 +40,8 @@ class NEFTune(Technique):
         model.register_forward_pre_hook(self._note_lengths)
         embeddings.register_forward_hook(self._add_noise)
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
-        losses = compute(batch, total_weight)
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
+        losses = compute(batch, totals)
         if batch and not self.used:
             raise UsageError("techniques: neftune: the model does not use its get_input_embeddings(): remove neftune")
         return losses

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from addons.techniques import ComputeGradient, Technique
+from addons.techniques import Compute, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.model_with_loss import ModelWithLoss
 
 
@@ -51,10 +51,10 @@ class ProgressiveResizing(Technique):
         self.resize = Resize(self.multiple, "interpolate_pos_encoding" in names)
         model.model.register_forward_pre_hook(self.resize, with_kwargs=True)
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
         self.resize.scale = self.scale_at((self.run.state.step - 1) / self.run.num_steps)
         try:
-            return compute(batch, total_weight)
+            return compute(batch, totals)
         finally:
             self.resize.scale = 1.0
 

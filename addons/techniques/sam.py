@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique
+from addons.techniques import Compute, Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import total_norm
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 
@@ -27,15 +27,15 @@ class SAM(Technique):
     copies_in_step = 1  # the weights before the move
     moves_weights = True
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
-        losses = compute(batch, total_weight)
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
+        losses = compute(batch, totals)
         trained = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
         first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in trained.items()}
         before = [parameter.detach().clone() for parameter in trained.values()]
         try:
             zero = self._move(trained)
             with self.run.backend.buffers.unchanged():  # running statistics count only the unmoved weights
-                compute(batch, total_weight)
+                compute(batch, totals)
         finally:
             for parameter, value in zip(trained.values(), before, strict=True):
                 parameter.detach().copy_(value)  # bitwise; subtracting the move would round

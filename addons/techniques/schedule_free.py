@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique
+from addons.techniques import Compute, Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import reshard
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)
@@ -44,13 +44,13 @@ class ScheduleFree(Technique):
         self.weights = torch.zeros(2, dtype=torch.float64, device=self.trained.device)  # updates, sum of their weights
         self.highest_rate = 0.0
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
         reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)
         self.trained.move(weights, self.x, self.beta)
-        losses = compute(batch, total_weight)
+        losses = compute(batch, totals)
         assign(weights, self.z)
         return losses
 

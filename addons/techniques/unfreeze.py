@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique
+from addons.techniques import Compute, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.optimizers import first_match, named_parameters
 
 
@@ -48,9 +48,9 @@ class Unfreeze(Technique):
                 "parameter would be trained: give smaller steps"
             )
 
-    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+    def around_gradient(self, compute: Compute, batch: StepBatch, totals: StepTotals) -> StepLosses:
         """Drop the gradients inside of both passes of SAM, which would move and count these weights otherwise."""
-        losses = compute(batch, total_weight)
+        losses = compute(batch, totals)
         parameters = named_parameters(self.run.model)
         for name, first in self.first_step.items():
             if self.run.state.step < first:

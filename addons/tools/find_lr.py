@@ -113,7 +113,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, bac
     run = Run(cfg, backend, task, {"train": train_set}, model, module, optimizer, num_steps)
     state = run.state
     techniques.begin(run)
-    gradient = getattr(task, "compute_gradient", compute_gradient)
+    gradient = techniques.wrap_gradient(backend.wrap_gradient(task.wrap_gradient(compute_gradient)))
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, test.updates)
     progress = console.Progress("range test", test.updates, "updates", backend.accelerator.is_main_process)
     rates, losses = [], []
@@ -130,7 +130,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, bac
         if not totals.weight:
             continue
         batch = backend.pad_with_dummy_batches(batch, totals.forwards)
-        step_losses = techniques.compute_gradient(gradient, backend, module, batch, totals.weight)
+        step_losses = gradient(backend, module, batch, totals)
         state.finish_update(test.updates + 1)  # skipped updates are not an error here
         state.learning_rate = rate
         techniques.change_gradient()

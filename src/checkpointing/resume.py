@@ -47,7 +47,6 @@ class Start:
         self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
         if self.checkpoint is not None:
             run.state = load_checkpoint(self.checkpoint, run, self.parts)
-            run.backend.had_gradients = bool(run.state.updates or run.state.skipped)
             if not self.is_same_run:
                 run.state.forget_best()  # that checkpoint is in the folder of the other run
         return run.state

@@ -18,12 +18,14 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import backend_checks, optimizer_state
 from src.distributed.host_group import HostGroup
-from src.distributed.running_statistics import StepBuffers
+from src.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
 
 
 def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
@@ -56,8 +58,7 @@ class Backend:
         self.data_world_size = accelerator.num_processes // self.ranks_per_batch
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
-        self.is_first_step = True  # of this process, until its last backward pass
-        self.had_gradients = False  # whether the run had some before this process; checkpointing/resume.py sets it
+        self.is_first_step = True  # of this process, until its gradient is there
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
         self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
@@ -97,6 +98,7 @@ class Backend:
         self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
         several = self.accelerator.num_processes > 1
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
+        self.buffers.add_hooks()
         return module, optimizer
 
     def own_factor(self, group: dict) -> float:
@@ -146,14 +148,42 @@ class Backend:
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
         return [(dummy, rows)] * (int(max(forwards, default=0)) - len(batch)) + batch
 
-    @contextmanager
-    def accumulation(self) -> Iterator[None]:
-        """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before.
+    def wrap_gradient(self, compute: "ComputeGradient") -> "ComputeGradient":
+        """Return `compute`, such as compute_gradient of train.py, with what this backend does around it.
 
-        At exit, running statistics (batch norm) are the mean over the micro-batches."""
-        backend_checks.check_trainable(self.parameters, self.trainable)
-        with self.buffers.step():
-            yield
+        That is: raise UsageError if a parameter was frozen or unfrozen, or if DDP waits for a gradient; set buffers that
+        forward passes change (running statistics) to their mean over the micro-batches. On three DDP ranks or more, the
+        first gradient of a process is computed twice. DDP orders its buckets again after the first backward pass, and how
+        three ranks round a sum depends on that order: so each step has the same, also the first one after a resume."""
+
+        def compute_once(
+            backend: "Backend", module: torch.nn.Module, batch: "StepBatch", totals: "StepTotals"
+        ) -> "StepLosses":
+            backend_checks.check_trainable(self.parameters, self.trainable)
+            with self.buffers.step([not micro.dummy for micro, _ in batch]):
+                losses = compute(backend, module, batch, totals)
+                backend_checks.check_reduced(module, self.parameters)
+            self.is_first_step = False
+            return losses
+
+        def compute_first_twice(
+            backend: "Backend", module: torch.nn.Module, batch: "StepBatch", totals: "StepTotals"
+        ) -> "StepLosses":
+            if self.is_first_step:
+                with all_buffers_unchanged(module):
+                    compute_once(backend, module, batch, totals)
+                module.zero_grad(set_to_none=True)
+            return compute_once(backend, module, batch, totals)
+
+        return compute_first_twice if self.reorders_buckets else compute_once
+
+    @property
+    def reorders_buckets(self) -> bool:
+        """Return whether the sums of gradients are rounded otherwise after the first backward pass of a process."""
+        is_ddp = self.accelerator.num_processes > 2 and not self.is_sharded
+        # PowerSGD keeps the error of each step, so a second pass would count. DDP orders no buckets with find_unused.
+        keeps_errors = self.cfg.ddp_comm_hook in ("power_sgd", "batched_power_sgd")
+        return is_ddp and not keeps_errors and not self.cfg.ddp_find_unused_parameters
 
     @contextmanager
     def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
@@ -163,40 +193,6 @@ class Backend:
         else:
             with self.accelerator.no_sync(module):
                 yield
-
-    def as_after_a_step(self, compute: Callable) -> Callable:
-        """Return `compute`, which computes the gradient of a step, so that a resumed run sums as the undisturbed one.
-
-        DDP orders its buckets again after the first backward pass of a process, and how three ranks or more round a sum
-        depends on that order. So a process that resumes computes its first gradient twice."""
-
-        def compute_first_twice(backend: Any, module: torch.nn.Module, batch: list, total_weight: float) -> Any:
-            if self.is_first_step and self.had_gradients:
-                with self.buffers.unchanged():
-                    compute(backend, module, batch, total_weight)
-                module.zero_grad(set_to_none=True)
-            return compute(backend, module, batch, total_weight)
-
-        return compute_first_twice if self.accelerator.num_processes > 2 and not self.is_sharded else compute
-
-    def backward(self, module: torch.nn.Module, loss: torch.Tensor, micro: Any) -> None:
-        """Run the backward pass of an already scaled loss of `micro`; its gradient is added to `.grad`.
-
-        Call it right after the forward pass and within `accumulation`: it records what that pass did to the buffers."""
-        if not micro.dummy:
-            self.buffers.record()
-        self.run_backward(module, loss)
-        self.buffers.restore()
-        if micro.last:
-            backend_checks.check_reduced(module, self.parameters)
-            self.is_first_step = False
-
-    def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Run the backward pass and nothing else; each backend defines it."""
-        if self.accelerator.scaler is None:
-            loss.backward()  # accelerate's own would also divide the loss by 1: two more kernels for each micro-batch
-        else:
-            self.accelerator.backward(loss)
 
     def unscale_gradients(self) -> None:
         """Divide `.grad` by the loss scale of fp16, once per step; without a gradient scaler, do nothing."""

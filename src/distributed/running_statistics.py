@@ -20,11 +20,28 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers.items() if name in saved}
 
 
+@contextmanager
+def all_buffers_unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Undo at exit what forward passes within have changed, also in buffers that no checkpoint holds."""
+    before = []
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            value = None if buffer is None else buffer.detach().clone()
+            before.append((owner, name, buffer, value))
+    yield
+    with torch.no_grad():
+        for owner, name, buffer, value in before:
+            if buffer is not None:
+                buffer.copy_(value)
+            setattr(owner, name, buffer)  # a module may have replaced it
+
+
 class StepBuffers:
     """The persistent buffers of a module, changed by training forward passes that all start from the same values.
 
-    `record` adds the change by one forward pass, `restore` undoes it, and `finish` adds the mean of all changes. So the
-    result does not depend on the rank that ran a pass, or on the order. Does nothing for a module without buffers."""
+    Within `step`, hooks around the forward pass of the module set the buffers back and record its change; the mean of
+    all changes is added at exit. So the result does not depend on the rank that ran a pass, or on the order. Does
+    nothing for a module without buffers."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device, all_ranks: bool):
         """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
@@ -33,24 +50,57 @@ class StepBuffers:
         owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
+        self.is_real: list[bool] | None = None  # within `step`: for each micro-batch, whether it is no dummy batch
+        self.forwards = 0  # within `step`: passes up to now
+
+    def add_hooks(self) -> None:
+        """Let the module call this object around each forward pass."""
+        if self.owners:
+            self.module.register_forward_pre_hook(self._before_forward)
+            self.module.register_forward_hook(self._after_forward)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within, forward passes start from the same values; at exit, set the buffers to the mean over these passes."""
-        if self.owners:
-            self.begin()
-        yield
-        if self.owners:
-            self.finish()
+    def step(self, is_real: list[bool]) -> Iterator[None]:
+        """Within, forward passes start from the same values; at exit, set the buffers to the mean over these passes.
+
+        The passes are those of the step's micro-batches, in order; those that are not `is_real` do not count."""
+        if not self.owners:
+            yield
+            return
+        self.begin()
+        self.is_real = is_real
+        self.forwards = 0
+        try:
+            yield
+        finally:
+            self.is_real = None
+        self.finish()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Undo at exit what forward passes within have changed: for passes that are no part of the training."""
         before = self._by_dtype()
+        is_real = self.is_real
+        self.is_real = None
         try:
             yield
         finally:
+            self.is_real = is_real
             self._write(before)
+
+    def _before_forward(self, module: torch.nn.Module, inputs: tuple) -> None:
+        """Undo the passes before, also what a backward pass has repeated of them; it refuses changed buffers."""
+        if self.is_real is not None and self.forwards:
+            self._write(self.start)
+
+    def _after_forward(self, module: torch.nn.Module, inputs: tuple, outputs: object) -> None:
+        """Record the pass now: the backward pass may repeat it (activation checkpointing)."""
+        if self.is_real is None:
+            return
+        index = min(self.forwards, len(self.is_real) - 1)
+        self.forwards += 1
+        if self.is_real[index]:
+            self.record()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -63,16 +113,10 @@ class StepBuffers:
 
     @torch.no_grad()
     def record(self) -> None:
-        """Add the change by one forward pass. Call it before the backward pass, which may repeat the forward pass."""
-        if self.owners:
-            now = self._widen(self._by_dtype())
-            self.total += torch.where(now == self.start_wide, 0.0, now - self.base)
-            self.passes += 1
-
-    def restore(self) -> None:
-        """Set the buffers to the values of `begin`. Call it after the backward pass, which refuses changed buffers."""
-        if self.owners:
-            self._write(self.start)
+        """Add the change by one forward pass."""
+        now = self._widen(self._by_dtype())
+        self.total += torch.where(now == self.start_wide, 0.0, now - self.base)
+        self.passes += 1
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -49,4 +49,9 @@ def make_task(cfg: RunConfig, options: Any) -> Task:
                 f"task {cfg.task}: {task_class.__name__} in {_file_of_task(cfg.task)} has no method `{name}`"
                 f"{did_you_mean(name, own)} (src/tasks/base.py says what it returns)"
             )
+    if hasattr(task_class, "compute_gradient"):
+        raise UsageError(
+            f"task {cfg.task}: {task_class.__name__} in {_file_of_task(cfg.task)} has a method `compute_gradient`, which is "
+            "not called: define `wrap_gradient(compute)`, which returns that function (src/tasks/base.py)"
+        )
     return task_class(cfg, options)

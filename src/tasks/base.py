@@ -112,6 +112,10 @@ class Task:
         """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""
         return model
 
+    def wrap_gradient(self, compute: Callable) -> Callable:
+        """Return `compute_gradient` of train.py, or what takes its place: for a loss over the whole batch."""
+        return compute
+
     def model_config(self) -> dict[str, Any]:
         """Return config.json for a model without `save_pretrained`; `load` reads it by `saved_config(cfg)`."""
         return {}

@@ -4,7 +4,7 @@ Tests: tests/reporting/test_run_logger.py, tests/training/test_resume_on_other_w
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -77,6 +77,10 @@ class StepLosses(NamedTuple):
                     value = value.detach().double()
                     sums[name] = sums[name] + value if name in sums else value
         return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)  # a view takes no kernel
+
+
+# compute_gradient of train.py, or what replaces or wraps it
+ComputeGradient = Callable[[Any, torch.nn.Module, StepBatch, StepTotals], StepLosses]
 
 
 # ---- many steps --------------------------------------------------------------------------------------------------------

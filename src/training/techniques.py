@@ -11,7 +11,7 @@ import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.training.meter import StepLosses
+from src.training.meter import ComputeGradient
 from src.training.train_state import Run
 
 
@@ -31,9 +31,9 @@ class Techniques:
         src/checkpointing/ calls it before it loads a checkpoint."""
         return {}
 
-    def compute_gradient(self, compute: Callable, backend, module, batch, total_weight: float) -> StepLosses:
-        """Fill `.grad` with the gradient of the step and return the losses, by `compute` of train.py."""
-        return compute(backend, module, batch, total_weight)
+    def wrap_gradient(self, compute: ComputeGradient) -> ComputeGradient:
+        """Return `compute`, such as compute_gradient of train.py, with what techniques do around it."""
+        return compute
 
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""

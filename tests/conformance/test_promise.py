@@ -46,7 +46,7 @@ def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, w
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
 
 
-def _naive_gradient(backend, module, step_batch, total_weight):
+def _naive_gradient(backend, module, step_batch, totals):
     """The mutant: the mean of the micro-batches' means, as most loops have it."""
     total = torch.zeros((), dtype=torch.float64)
     for micro, batch in step_batch:

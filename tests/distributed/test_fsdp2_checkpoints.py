@@ -105,8 +105,8 @@ def test_killed_while_ranks_write_their_parts(files, fsdp2_two, killed, tmp_path
 def test_a_gradient_with_nan_in_the_shard_of_one_rank_changes_nothing_on_any(files, killed, monkeypatch):
     gradient = train.compute_gradient
 
-    def poisoned(backend, module, batch, weight):
-        result = gradient(backend, module, batch, weight)
+    def poisoned(backend, module, batch, totals):
+        result = gradient(backend, module, batch, totals)
         if batch[-1][0].step == 6 and backend.data_rank == 1:
             next(module.parameters()).grad.to_local().fill_(float("nan"))
         return result

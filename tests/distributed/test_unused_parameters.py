@@ -4,6 +4,7 @@ from functools import partialmethod
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import train
 from src.distributed.backends import Backend
@@ -60,17 +61,22 @@ def test_mutant_zero_instead_of_no_gradient_is_caught(folder, one, tmp_path, mon
 
 def test_mutant_gradients_of_the_last_micro_batch_only_are_caught(folder, one, tmp_path, monkeypatch):
     """Each rank loses the gradient of an expert that its last micro-batch does not use, but an earlier one does."""
-    backward = Backend.backward
+    backward, no_sync, is_last = Accelerator.backward, Backend.no_sync, [False]
 
-    def losing(self, module, loss, micro):
-        trained = [self.parameters[name] for name in self.trainable]
-        gradients = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            if micro.last and gradient is None and parameter.grad is not None:
+    def noting(self, module, unless):
+        is_last[0] = unless
+        self.accelerator.trained = [self.parameters[name] for name in self.trainable]
+        return no_sync(self, module, unless)
+
+    def losing(self, loss):
+        gradients = torch.autograd.grad(loss, self.trained, retain_graph=True, allow_unused=True)
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            if is_last[0] and gradient is None and parameter.grad is not None:
                 parameter.grad.zero_()
-        backward(self, module, loss, micro)
+        backward(self, loss)
 
-    monkeypatch.setattr(Backend, "backward", losing)
+    monkeypatch.setattr(Backend, "no_sync", noting)
+    monkeypatch.setattr(Accelerator, "backward", losing)
     run = kit.run_training(2, tmp_path / "run", *routed_model.recipe(folder), *ALLOW)
     assert kit.distance(one.weights, run.weights) > 1e-3
 

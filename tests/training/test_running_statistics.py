@@ -1,13 +1,15 @@
 """Buffers that training changes: the mean over the micro-batches of a step, whatever rank computed them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from src.distributed import backend_checks
-from src.distributed.running_statistics import StepBuffers
+from src.distributed import backend_checks, backends
+from src.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from tests.helpers import batch_norm, classifier_task, kit
 
-CONSTANT = "constant"
+CONSTANT, COUNTER = "constant", "blocks.0.norm.num_batches_tracked"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +39,46 @@ def check_same_numbers(one: kit.Run, other: kit.Run) -> None:
         assert b["accuracy"] == a["accuracy"]
 
 
-def test_numbers_do_not_depend_on_the_number_of_processes(flags, one, two, tmp_path):
+def test_numbers_do_not_depend_on_the_number_of_processes(flags, one, two, tmp_path, monkeypatch):
+    """Mutant: what the first gradient has changed stays, which four ranks compute twice."""
     check_same_numbers(one, two)
-    check_same_numbers(one, kit.run_training(4, tmp_path / "four", *flags))
-    assert one.weights["blocks.0.norm.num_batches_tracked"].item() == 16  # the steps, not the micro-batches
+    four = kit.run_training(4, tmp_path / "four", *flags)
+    check_same_numbers(one, four)
+    for run in (one, four):
+        assert run.weights[COUNTER].item() == 16  # the steps, not the micro-batches
+    monkeypatch.setattr(backends, "all_buffers_unchanged", lambda module: nullcontext())
+    assert kit.run_training(4, tmp_path / "mutant", *flags).weights[COUNTER].item() == 17
+
+
+class Counter(torch.nn.Module):
+    """Counts its calls in buffers: in place, as a new tensor, and in one that is there from the first call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("replaced", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.in_place += 1
+        self.replaced = self.replaced + 1
+        self.late = torch.ones(1)
+        return x
+
+
+def test_all_buffers_are_restored_after_a_pass_that_does_not_count():
+    model = torch.nn.Sequential(Counter())
+    model(torch.ones(1))
+    model[0].late = None
+    before = dict(model.named_buffers())
+    with all_buffers_unchanged(model):
+        model(torch.ones(1))
+        assert model[0].replaced.item() == 2
+    after = dict(model.named_buffers())
+    assert list(after) == ["0.in_place", "0.replaced"]
+    assert all(after[name] is before[name] for name in before)
+    assert model[0].in_place.tolist() == [1, 1]
+    assert model[0].replaced.item() == 1
 
 
 def test_fsdp2_and_recomputation_give_the_same_buffers(flags, one, tmp_path):
@@ -64,8 +102,8 @@ def test_two_processes_evaluate_and_resume_bitwise(flags, two, tmp_path):
 
 
 def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
-    for name in ("record", "restore", "finish"):
-        monkeypatch.setattr(StepBuffers, name, lambda self: None)
+    monkeypatch.setattr(StepBuffers, "add_hooks", lambda self: None)
+    monkeypatch.setattr(StepBuffers, "finish", lambda self: None)
     with pytest.raises(kit.RankFailed, match=r"running_mean"):  # by the check of replicas before the first save
         kit.run_training(2, tmp_path / "run", *flags)
     monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)

@@ -93,8 +93,8 @@ def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch):
     assert kit.distance(one.weights, four.weights) <= 1e-10
     gradient = train.compute_gradient
 
-    def counting_dummies(backend, module, batch, weight):
-        return gradient(backend, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], weight)
+    def counting_dummies(backend, module, batch, totals):
+        return gradient(backend, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], totals)
 
     monkeypatch.setattr(train, "compute_gradient", counting_dummies)
     assert kit.distance(one.weights, kit.run_training(4, tmp_path / "mutant", *flags).weights) > 1e-10

@@ -4,7 +4,7 @@ import train
 from src.training.techniques import Techniques
 from tests.helpers import kit
 
-HOOKS = {"change_model", "begin", "compute_gradient", "change_gradient", "after_update", "evaluate"}
+HOOKS = {"change_model", "begin", "wrap_gradient", "change_gradient", "after_update", "evaluate"}
 
 
 def _calls_of_a_run(argv) -> list[str]:
@@ -23,5 +23,5 @@ def _calls_of_a_run(argv) -> list[str]:
 def test_calls_of_a_run(tiny, tmp_path):
     argv = kit.flags(**tiny, global_batch_size=8, per_device_batch_size=2, max_steps=2, output_dir=tmp_path / "run")
     [calls] = kit.spawn(1, _calls_of_a_run, argv, out=tmp_path / "out")
-    step = ["compute_gradient", "change_gradient", "after_update"]
-    assert calls == ["change_model", "begin", *step, *step, "evaluate"]
+    step = ["change_gradient", "after_update"]
+    assert calls == ["change_model", "begin", "wrap_gradient", *step, *step, "evaluate"]

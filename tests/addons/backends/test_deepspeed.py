@@ -12,6 +12,7 @@ import train
 from addons.backends import deepspeed
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.training.meter import StepTotals
 from tests.distributed import test_unused_parameters as unused
 from tests.helpers import classifier_task, kit, plain_task, routed_model
 from tests.helpers.backend_runs import check_same_run, recipe, where
@@ -57,8 +58,9 @@ def test_mutant_that_divides_by_the_world_size_twice_is_caught(files, tmp_path, 
     one = kit.run_training(1, tmp_path / "one", *flags)
     original = train.compute_gradient
 
-    def gradient(backend, module, batch, weight):
-        return original(backend, module, batch, weight * backend.accelerator.num_processes)
+    def gradient(backend, module, batch, totals):
+        weight = totals.weight * backend.accelerator.num_processes
+        return original(backend, module, batch, StepTotals(totals, weight=weight))
 
     monkeypatch.setattr(train, "compute_gradient", gradient)
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("zero2", 2))
@@ -90,11 +92,11 @@ def _poisoned(argv):
     """Train with a NaN loss on rank 1, in step 3."""
     original = train.compute_gradient
 
-    def gradient(backend, module, batch, weight):
+    def gradient(backend, module, batch, totals):
         task, loss = module.module.task, module.module.task.loss
         if backend.accelerator.process_index == 1 and batch[-1][0].step == 2:
             task.loss = lambda model, inputs: {"loss": loss(model, inputs)["loss"] * float("nan")}
-        losses = original(backend, module, batch, weight)
+        losses = original(backend, module, batch, totals)
         task.loss = loss
         return losses
 

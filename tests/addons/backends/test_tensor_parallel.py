@@ -14,6 +14,7 @@ import train
 from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
 from src.runtime import private_apis
+from src.training.meter import StepTotals
 from tests.helpers import kit
 from tests.helpers.backend_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 
@@ -84,7 +85,10 @@ def test_mutants_that_take_a_group_for_several_processes_are_caught(files, one, 
     """Scaled by the number of processes; the weight summed over all; in the norm, parts taken for copies of the whole."""
     if mutant == "gradients of all processes":
         gradient = train.compute_gradient
-        scaled = lambda backend, module, batch, weight: gradient(backend, module, batch, weight / 2)  # noqa: E731
+
+        def scaled(backend, module, batch, totals):
+            return gradient(backend, module, batch, StepTotals(totals, weight=totals.weight / 2))
+
         monkeypatch.setattr(train, "compute_gradient", scaled)
     elif mutant == "each process counts":
         monkeypatch.setattr(HostGroup, "sum", _sum_of_all_processes)

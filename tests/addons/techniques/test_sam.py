@@ -9,6 +9,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
 from src.distributed.running_statistics import StepBuffers
+from src.training.meter import StepTotals
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe
@@ -54,18 +55,18 @@ def test_reported_loss_is_that_of_the_unmoved_weights(tmp_path, name):
 class MovedByOneMicroBatch(sam.SAM):
     """The mutant that makes the first pass over one micro-batch."""
 
-    def compute_gradient(self, compute, batch, total_weight):
+    def around_gradient(self, compute, batch, totals):
         passes = iter([batch[-1:], batch])
-        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), batch, total_weight)
+        return super().around_gradient(lambda _, totals: compute(next(passes), totals), batch, totals)
 
 
 class OtherMasks(sam.SAM):
     """The mutant that draws other dropout masks in the second pass."""
 
-    def compute_gradient(self, compute, batch, total_weight):
+    def around_gradient(self, compute, batch, totals):
         other = [(replace(micro, seed=micro.seed + 1), rows) for micro, rows in batch]
         passes = iter([batch, other])
-        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), batch, total_weight)
+        return super().around_gradient(lambda _, totals: compute(next(passes), totals), batch, totals)
 
 
 @pytest.mark.parametrize("mutant", [MovedByOneMicroBatch, OtherMasks])
@@ -122,7 +123,7 @@ def test_degenerate_gradients(kind, value):
     model = torch.nn.Linear(3, 2)
     before, seen = [p.detach().clone() for p in model.parameters()], []
 
-    def compute(batch, total_weight):
+    def compute(batch, totals):
         seen.append([p.detach().clone() for p in model.parameters()])
         model.weight.grad = torch.full((2, 3), 1.0 if len(seen) == 2 else 0.0)
         model.bias.grad = torch.tensor([value, 0.0]) if len(seen) == 1 else torch.ones(2)
@@ -132,7 +133,7 @@ def test_degenerate_gradients(kind, value):
     technique.run = SimpleNamespace(
         parameters=lambda: dict(model.named_parameters()), backend=SimpleNamespace(buffers=buffers)
     )
-    technique.compute_gradient(compute, [], 1.0)
+    technique.around_gradient(compute, [], StepTotals(weight=1.0))
     for values in (seen[1], list(model.parameters())):
         assert all(torch.equal(one, other) for one, other in zip(values, before, strict=True))
     found = torch.cat([p.grad.flatten() for p in model.parameters()])

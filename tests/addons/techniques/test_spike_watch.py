@@ -6,6 +6,7 @@ import pytest
 
 import train
 from addons.techniques.spike_watch import SpikeWatch
+from src.training.meter import StepTotals
 from tests.helpers import technique_runs
 
 SPIKE = 5
@@ -17,9 +18,9 @@ def spikes(monkeypatch):
     """Return a set of steps, by default {SPIKE}, with gradients a hundred times too large on all ranks."""
     steps, compute = {SPIKE}, train.compute_gradient
 
-    def spiked(backend, module, batch, total_weight):
+    def spiked(backend, module, batch, totals):
         factor = 100 if batch[0][0].step + 1 in steps else 1
-        return compute(backend, module, batch, total_weight / factor)
+        return compute(backend, module, batch, StepTotals(totals, weight=totals.weight / factor))
 
     monkeypatch.setattr(train, "compute_gradient", spiked)
     return steps

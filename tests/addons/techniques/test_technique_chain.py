@@ -78,21 +78,21 @@ def test_attribute_decides_the_order(monkeypatch):
     class Outer(Technique):
         """Computes the gradient twice."""
 
-        def compute_gradient(self, compute, batch, total_weight):
-            return ["outer", compute(batch, total_weight), compute(batch, total_weight)]
+        def around_gradient(self, compute, batch, totals):
+            return ["outer", compute(batch, totals), compute(batch, totals)]
 
     class Inner(Technique):
         order = 51
 
-        def compute_gradient(self, compute, batch, total_weight):
-            return ["inner", compute(batch, total_weight)]
+        def around_gradient(self, compute, batch, totals):
+            return ["inner", compute(batch, totals)]
 
     for name, kind in (("outer", Outer), ("inner", Inner)):
         monkeypatch.setitem(TECHNIQUES, name, partial(dataclass(eq=False), kind))
     pass_of_inner = ["inner", ["s", "m", "w", 2.0]]
     for names in (["outer", "inner"], ["inner", "outer"]):
         chain = TechniqueChain(run_config(techniques=dict.fromkeys(names)))
-        found = chain.compute_gradient(lambda *args: [*args], "s", "m", "w", 2.0)
+        found = chain.wrap_gradient(lambda *args: [*args])("s", "m", "w", 2.0)
         assert found == ["outer", pass_of_inner, pass_of_inner]
 
 
