@@ -160,7 +160,9 @@ def optimizer_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"]  # of `backend.prepare`
     norm = backend.clip_grad_norm(module, max_grad_norm)
-    skipped = backend.step_unless_not_finite(optimizer, norm)
+    skipped = backend.must_skip(norm)  # on the device: the norm is not finite, or a technique says so
+    if backend.allows_step(optimizer, skipped):  # a fused optimizer reads `skipped` itself; for others the host waits
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, skipped
 

@@ -76,9 +76,13 @@ class DeepSpeed(Backend):
         skipped = bool(module.optimizer.overflow)
         return torch.tensor(float("nan") if skipped else float(module.get_global_grad_norm()))
 
-    def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
+    def must_skip(self, norm: torch.Tensor) -> torch.Tensor:
         """Return whether the engine has skipped the update."""
         return torch.tensor(bool(self.engine.optimizer.overflow))
+
+    def allows_step(self, optimizer: Any, skipped: torch.Tensor) -> bool:
+        """Return False: the engine has updated the weights, or skipped that, in `clip_grad_norm`."""
+        return False
 
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 

@@ -214,28 +214,29 @@ class Backend:
         norm = self.clip(self.parameters.values(), max_norm or float("inf"))  # faster than `module.parameters()`
         return norm.full_tensor() if is_partial(norm) else norm
 
-    def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
-        """Update the weights, unless the gradient's `norm` is not finite or one of `skip_rules` says to skip it.
-
-        Return whether the update was skipped. The norm is that of the reduced gradient, so all ranks decide alike. A
-        fused optimizer reads `skipped` on the device, others make the host wait."""
+    def must_skip(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether to skip the update, a bool on the device: the gradient's `norm` is not finite, or one of
+        `skip_rules` says so. The norm is that of the reduced gradient, so all ranks decide alike."""
         skipped = ~torch.isfinite(norm)
-        by_rule = [rule(norm) for rule in self.skip_rules]
-        for skips in by_rule:
-            skipped = skipped | skips
-        # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
-        first_momentum = optimizer_state.has_first_momentum(optimizer)
-        if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
-            is_left_out = any(map(bool, by_rule))
-            (self.accelerator.scaler.update if is_left_out else optimizer.step)()
-            skipped = torch.tensor(is_left_out or self.accelerator.optimizer_step_was_skipped)
-            self.is_unscaled = False
-        elif optimizer.defaults.get("fused") and not first_momentum:
-            private_apis.skip_update_on_device(optimizer, skipped)
-            optimizer.step()
-        elif not skipped:
-            optimizer_state.update_all(optimizer)
+        for rule in self.skip_rules:
+            skipped = skipped | rule(norm)
         return skipped
+
+    def allows_step(self, optimizer: Any, skipped: torch.Tensor) -> bool:
+        """Return whether to call the optimizer's `step`, which does nothing on the device if `skipped` is true there.
+
+        Fused optimizers can do so. For others the host waits for `skipped`, as it does under fp16."""
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            self.is_unscaled = False
+            if skipped:
+                scaler.update()  # `step` of accelerate's optimizer would do it; a gradient that is not finite halves the scale
+            return not skipped
+        if optimizer_state.skips_on_device(optimizer):
+            private_apis.skip_update_on_device(optimizer, skipped)
+            return True
+        private_apis.skip_update_on_device(optimizer, None)
+        return not skipped
 
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 

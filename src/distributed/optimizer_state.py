@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import is_partial, plain_name
-from src.runtime import private_apis
 
 SIMPLE = (torch.optim.AdamW, torch.optim.SGD)  # their groups hold only arguments of the constructor
 NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "use_muon", "original_group")
@@ -19,26 +18,21 @@ VALUES = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
 ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless a group is fused or capturable
 
 
-def has_first_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the next update is the first one with momentum of a parameter (cycle_momentum changes groups)."""
-    parameters = (p for group in optimizer.param_groups if group.get("momentum") for p in group["params"])
-    return any(p.grad is not None and p not in optimizer.state for p in parameters)
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the next update can be skipped without a wait of the host: the optimizer is fused.
 
-
-def update_all(optimizer: torch.optim.Optimizer) -> None:
-    """Update all parameters; nothing is skipped on the device.
-
-    torch's fused SGD takes no group in which only some parameters have a momentum (unfreeze): its other kernel does."""
-    private_apis.skip_update_on_device(optimizer, None)
-    mixed = []
-    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        has_state = {p in optimizer.state for p in group["params"] if p.grad is not None}
-        mixed += [group] if group["fused"] and group["momentum"] and len(has_state) == 2 else []
-    for group in mixed:
-        group["fused"] = False
-    optimizer.step()
-    for group in mixed:
-        group["fused"] = True
+    If a fused SGD skipped the first update of a parameter, torch would leave its momentum uninitialized. And it takes no
+    group in which only some parameters have a momentum (unfreeze): such a group is updated by torch's other kernel."""
+    if not optimizer.defaults.get("fused"):
+        return False
+    is_first = False
+    for group in optimizer.param_groups:
+        if group.get("momentum"):  # cycle_momentum changes it
+            has_momentum = {p in optimizer.state for p in group["params"] if p.grad is not None}
+            is_first = is_first or False in has_momentum
+            if type(optimizer) is torch.optim.SGD:
+                group["fused"] = len(has_momentum) < 2
+    return not is_first
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------

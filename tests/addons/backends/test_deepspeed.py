@@ -116,6 +116,33 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(files, one, tmp_pa
     assert json.loads((run.folder / "final" / "config.json").read_text())["dtype"] == "float32"
 
 
+CLIPPED = {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 5.0, "warmup_steps": 4, "max_steps": 6}
+CLIPPED |= {"per_device_batch_size": 2, "save_steps": 99, "eval_steps": 6}
+
+
+def test_clip_rate_and_skip_under_zero2(files, tmp_path):
+    """Every gradient is clipped, the rate grows, and step 3 is skipped, as under DDP."""
+    argv, runs = recipe(files, **FIELDS | CLIPPED), {}
+    for name, env in {"ddp": None, "zero2": where("zero2", 2)}.items():
+        kit.spawn(2, _poisoned, [*argv, "--output_dir", tmp_path / name], out=tmp_path / f"{name}.out", env=env)
+        runs[name] = kit.Run(tmp_path / name)
+    ddp, zero2 = runs["ddp"], runs["zero2"]
+    assert [line["skipped"] for line in ddp.kind("train")] == [0, 0, 1, 1, 1, 1]
+    assert all(line["grad_norm"] > 0.05 for line in ddp.kind("train") if line["step"] != 3)
+    for one, other in zip(ddp.kind("train"), zero2.kind("train"), strict=True):
+        for key in ("learning_rate", "skipped", "grad_norm"):
+            assert other[key] == (None if one[key] is None else pytest.approx(one[key], rel=1e-4))
+    assert kit.distance(zero2.weights, ddp.weights) <= 1e-5
+
+
+def test_mutant_backward_of_accelerate_is_caught(files, tmp_path, monkeypatch):
+    """It updates after each micro-batch, so the step finds no gradient."""
+    monkeypatch.setattr(deepspeed, "AcceleratorOfEngine", lambda accelerator, backward: accelerator)
+    argv = [*recipe(files, **FIELDS | CLIPPED), "--output_dir", tmp_path / "run"]
+    with pytest.raises(kit.RankFailed, match="clip_grad_norm"):
+        kit.spawn(2, _poisoned, argv, out=tmp_path / "out", env=where("zero2", 2))
+
+
 def test_evaluation_alone_is_the_number_of_the_run(sharded, tmp_path):
     line = kit.run_evaluation(2, tmp_path / "two", "--checkpoint", sharded["zero3"].folder, env=where("zero3", 2))
     assert line["examples"] == 103
