@@ -100,9 +100,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         votes = signals.votes() | {"failed": checkpoints.failed()}  # one more: {"name": 1.0 on a rank that is for it}
         totals = StepTotals.sum_over_ranks(backend, batch, votes)
         save_requested = totals.save
-        if not totals.examples:  # the stream has no rows left on any rank
-            train_set.next_pass()
-            continue
         if totals.stop or totals.failed:
             break
 

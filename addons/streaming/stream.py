@@ -26,6 +26,7 @@ from src.data.row_order import derive_seed, permute
 from src.tasks.base import Task
 
 if TYPE_CHECKING:
+    from src.distributed.backends import Backend
     from src.distributed.host_group import HostGroup
 
 ENDLESS = 1 << 62  # rows, for the sizes of steps
@@ -74,7 +75,7 @@ class Stream:
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),
             "sample": source.sample(),
         }
-        self.epoch, self.pass_ended = 0, False
+        self.epoch = 0
         # step -> (pass, positions of this rank's groups after it)
         self.positions: dict[int, tuple[int, Positions]] = {}
 
@@ -92,32 +93,32 @@ class Stream:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step_batches(self, rank: int, world: int, state, pin_memory: bool) -> Iterator[tuple[StepBatch, float]]:
+    def step_batches(self, backend: "Backend", state, pin_memory: bool) -> Iterator[tuple[StepBatch, float]]:
         """Yield (this rank's micro-batches, seconds waited for them) for each step, from the position in `state`, without end.
 
-        A rank gets dummy batches when its groups have ended. If no rank has a row left, the caller must call `next_pass`:
-        that batch is not a step, and the next pass begins."""
-        mine, step = range(rank, self.shard_groups, world), state.step
+        A rank gets dummy batches when its groups have ended. When no rank has a row left, the next pass begins: ranks sum
+        their micro-batches before each step, which is a collective."""
+        mine = range(backend.data_rank, self.shard_groups, backend.data_world_size)
+        step = state.step
         saved = state.stream or {"epoch": 0, "lanes": [[0, 0, 0]] * self.shard_groups}
         self.epoch = saved["epoch"]
         positions = {group: StreamPosition(*saved["lanes"][group]) for group in mine}
         self.positions = {step: (self.epoch, positions)}
         while True:
-            self.pass_ended = False
             items = _read_ahead(_Pass(self, positions, self.epoch, step), self.cfg, pin_memory)
-            while not self.pass_ended:
+            while True:
                 started = time.perf_counter()
                 batch, positions = next(items, ([], positions))
+                batch_or_dummy = batch or [self._dummy_batch(step)]
+                seconds = time.perf_counter() - started
+                if not backend.hosts.sum([float(len(batch))])[0]:
+                    break
                 self.positions = {step: self.positions[step], step + 1: (self.epoch, positions)}
-                yield batch or [self._dummy_batch(step)], time.perf_counter() - started
-                step += not self.pass_ended
+                yield batch_or_dummy, seconds
+                step += 1
             self.epoch += 1
             positions = {group: StreamPosition() for group in mine}
             self.positions = {step: (self.epoch, positions)}
-
-    def next_pass(self) -> None:
-        """Start the next pass with the next batch. Call this when no rank has a row left."""
-        self.pass_ended = True
 
     def position(self, step: int, host_group: "HostGroup") -> dict:
         """Return the positions of all shard groups after `step`, collected from all ranks by an all-reduce."""

@@ -121,9 +121,6 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, bac
     while state.step < test.updates and not (losses and has_diverged(losses)):
         batch, _ = next(batches)
         totals = StepTotals.sum_over_ranks(backend, batch, {})
-        if not totals.examples:  # the stream has no rows left on any rank
-            train_set.next_pass()
-            continue
         rate = test.rate(state.step)
         state.step += 1
         progress.update()

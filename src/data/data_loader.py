@@ -35,11 +35,10 @@ def train_batches(
     """Yield (this rank's micro-batches, seconds waited for them) of each optimizer step from `state.step` to `num_steps`.
 
     The examples of a step depend only on seed and step, so starting at any step is O(1). Training data of an add-on with
-    a method `step_batches` has no plan, and never ends: if a batch has no rows on any rank, it is not a step; call
-    `train_set.next_pass()`."""
+    a method `step_batches` has no plan, and never ends."""
     pin_memory = backend.accelerator.device.type == "cuda"
     if step_batches := getattr(train_set, "step_batches", None):
-        return step_batches(backend.data_rank, backend.data_world_size, state, pin_memory)
+        return step_batches(backend, state, pin_memory)
     plan = plan_config(cfg, task, train_set)
     order = training_order(plan, backend.data_rank, backend.data_world_size, state.step, num_steps)
     return group_by_step(read_batches(train_set, task, order, cfg, pin_memory))

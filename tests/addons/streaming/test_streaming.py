@@ -66,7 +66,11 @@ def seen_rows(argv, steps: int, start=None, workers: int = 0) -> tuple:
     host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
-    for batch, _ in train_batches(run, Backend(accelerator, run), task, stream, progress, steps):
+    backend = Backend(accelerator, run)
+    batches = train_batches(run, backend, task, stream, progress, steps)
+    epoch = progress.stream["epoch"] if progress.stream else 0
+    while progress.step < steps:
+        batch, _ = next(batches)
         rows = [
             int(a) * 50 + int(b)
             for micro, collated in batch
@@ -74,12 +78,10 @@ def seen_rows(argv, steps: int, start=None, workers: int = 0) -> tuple:
             for a, b in collated.inputs["input_ids"][:, :2].tolist()
         ]
         assert all(micro.last == (i == len(batch) - 1) for i, (micro, _) in enumerate(batch))
-        if progress.step == steps:
-            break
-        if not host_group.sum([len(rows)])[0]:
-            stream.next_pass()
+        assert host_group.sum([len(rows)])[0]  # no step is without rows on all ranks
+        if stream.epoch != epoch:
+            epoch = stream.epoch
             turns.append(progress.step)
-            continue
         progress.step += 1
         found.append(rows)
     place = stream.position(progress.step, host_group)
