@@ -60,13 +60,17 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
     run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
-    state = start.load(run, techniques)  # step, updates, best metric, ...
+    parts = {"optimizer": optimizer} | techniques.begin(run)  # what checkpoints hold beside the model
+    state = run.state = start.load(run, parts)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     # From here on a signal, Ctrl-C, the time limit or RUN/stop saves and stops. Before, a signal ends its process at once:
     run.hosts.sum([0.0])  # a barrier, so that no rank listens while another one still loads
     signals = stop_signals.StopSignals(accelerator.process_index, cfg)
-    checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)
-    logger = RunLogger(run, start, due, techniques, lr_at)  # prints the plan; metrics.jsonl, console, trackers
+    signals.listen()
+    checkpoints = checkpointer.Checkpointer(run, start, due, techniques, parts, signals)
+    checkpoints.begin()  # renames old outputs that do not fit this run
+    logger = RunLogger(run, due)  # metrics.jsonl, console, trackers
+    logger.begin(start, techniques, lr_at)  # prints the plan; later lines than the checkpoint are removed
 
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.

@@ -40,11 +40,28 @@ SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other rank
 class Checkpointer:
     """The checkpoints of one run. Every rank must call the methods in the same order."""
 
-    def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, signals: StopSignals):
-        """Rename old outputs in the run folder that do not fit this run, unless nothing is left to train."""
-        self.run, self.state, self.due, self.techniques, self.signals = run, run.state, due, techniques, signals
-        self.cfg, self.hosts, self.folder, self.parts = run.cfg, run.hosts, Path(run.cfg.output_dir), start.parts
-        self.accelerator, self.is_main = run.backend.accelerator, run.backend.accelerator.is_main_process
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        due: Intervals,
+        techniques: Techniques,
+        parts: dict[str, Any],
+        signals: StopSignals,
+    ):
+        """`parts` are what checkpoints hold beside the model, by name: objects with a state dict."""
+        self.run = run
+        self.state = run.state
+        self.start = start
+        self.due = due
+        self.techniques = techniques
+        self.parts = parts
+        self.signals = signals
+        self.cfg = run.cfg
+        self.hosts = run.hosts
+        self.folder = Path(run.cfg.output_dir)
+        self.accelerator = run.backend.accelerator
+        self.is_main = self.accelerator.is_main_process
         self.writer = BackgroundWriter(run.backend, run.cfg.max_failed_saves)
         self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
@@ -54,10 +71,14 @@ class Checkpointer:
         self.saved = self._now() if start.checkpoint and start.checkpoint.resolve() in here else None
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
+
+    def begin(self) -> None:
+        """Check that all ranks see the run folder. Rename old outputs there that do not fit this run, unless nothing is
+        left to train."""
         if self.writer.world > 1:
             check_shared_folder(self.is_main, self.hosts, self.folder)
-        if not due.complete():  # all ranks end if another run has locked the folder
-            run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.cfg, start))
+        if not self.due.complete():  # all ranks end if another run has locked the folder
+            run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.cfg, self.start))
 
     def _now(self) -> tuple[int, int]:
         return self.state.step, self.state.evaluated

@@ -5,7 +5,7 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_folder.p
 
 import os
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from src.distributed.host_group import run_on_main
 from src.runtime import run_status
 from src.storage import atomic_folder, jsonl, verify_hashes
 from src.tasks import Task
-from src.training.techniques import Techniques
 from src.training.train_state import Run, TrainState
 
 
@@ -37,19 +36,17 @@ class Start:
     run_id: str  # of the run that the checkpoint belongs to, or a new one
     is_same_run: bool  # False: a new run, perhaps from the checkpoint of another run
     identity: dict[str, Any]  # of data and model
-    parts: dict[str, Any] = field(default_factory=dict)  # what `load` restored, and what checkpoints will hold
 
-    def load(self, run: Run, techniques: Techniques) -> TrainState:
-        """Restore optimizer, techniques, gradient scaler and meter of `run`; set and return its TrainState.
-
-        The model has its weights already."""
+    def load(self, run: Run, parts: dict[str, Any]) -> TrainState:
+        """Restore gradient scaler, meter and `parts`, such as the optimizer; return the TrainState of the checkpoint, or a
+        new one. The model has its weights already."""
         check_only_tensors(run.task.saved(run.model.model))
-        self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
-        if self.checkpoint is not None:
-            run.state = load_checkpoint(self.checkpoint, run, self.parts)
-            if not self.is_same_run:
-                run.state.forget_best()  # that checkpoint is in the folder of the other run
-        return run.state
+        if self.checkpoint is None:
+            return TrainState()
+        state = load_checkpoint(self.checkpoint, run, parts)
+        if not self.is_same_run:
+            state.forget_best()  # that checkpoint is in the folder of the other run
+        return state
 
 
 def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> Start:

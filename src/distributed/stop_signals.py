@@ -39,7 +39,7 @@ log = logging.getLogger("run")
 
 
 class StopSignals:
-    """The requests of this rank. From its construction on, a signal saves and stops instead of ending the process."""
+    """The requests of this rank, from `listen` on."""
 
     def __init__(self, rank: int, cfg: RunConfig):
         self.rank, self.is_main = rank, rank == 0
@@ -53,8 +53,12 @@ class StopSignals:
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
         self.first_signal: float | None = None
-        if not cfg.smoke:  # which has nothing to save: a signal ends it at any moment
-            global _training
+        self.is_smoke = cfg.smoke
+
+    def listen(self) -> None:
+        """From now on, a signal saves and stops instead of ending the process."""
+        global _training
+        if not self.is_smoke:  # which has nothing to save: a signal ends it at any moment
             _training = self
 
     def votes(self) -> dict[str, float]:
@@ -123,7 +127,7 @@ _training: StopSignals | None = None  # what a signal asks to stop; None: nothin
 
 
 def exit_on_signal() -> None:
-    """Make a signal, or the end of the launcher, end this process at once with exit code 75, until StopSignals exists:
+    """Make a signal, or the end of the launcher, end this process at once with exit code 75, until StopSignals listens:
     there is nothing to save.
 
     A thread does it, because no handler of Python runs while this process waits for other ranks."""

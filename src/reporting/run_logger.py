@@ -33,11 +33,13 @@ from src.training.train_state import Intervals, Run, TrainState, plain_number
 class RunLogger:
     """Counts steps on all ranks; writes files and prints on the main process only."""
 
-    def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, lr_at: Callable[[int], float]):
-        """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers."""
-        self.run, self.cfg, self.state = run, run.cfg, run.state
-        accelerator, is_training = run.backend.accelerator, not due.complete()
-        self.is_main, self.folder = accelerator.is_main_process, Path(run.cfg.output_dir)
+    def __init__(self, run: Run, due: Intervals):
+        self.run = run
+        self.cfg = run.cfg
+        self.state = run.state
+        self.due = due
+        self.is_main = run.backend.accelerator.is_main_process
+        self.folder = Path(run.cfg.output_dir)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.gpu_use = GpuUse(run)
         self.ledger: Ledger | None = None
@@ -45,9 +47,15 @@ class RunLogger:
         self.profiler: torch.profiler.profile | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
         self.is_first_step = True  # of this process
+        self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
+
+    def begin(self, start: Start, techniques: Techniques, lr_at: Callable[[int], float]) -> None:
+        """Print the plan. If steps are left, truncate the files to the state of the run and start trackers."""
+        run, due = self.run, self.due
+        is_training = not due.complete()
         with writes_to(self.folder, "output_dir"):
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
+            console.log_to(self.folder / "logs" / f"rank_{run.backend.accelerator.process_index}.log")
         plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
         self.say(console.table(plan | topology(run.backend, run.cfg)))
         self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
@@ -57,8 +65,7 @@ class RunLogger:
             record_exit_in(self.folder)
             with writes_to(self.folder, "output_dir"):
                 self._begin_files()
-        self.console = console.Console(due.num_steps, run.task.unit, self.state.step)
-        if not is_training:
+        else:
             self.say(
                 f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
                 "--output_dir, or --resume never to start over"

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+import train
+from src.checkpointing.checkpointer import Checkpointer
 from src.config.errors import UsageError
+from src.distributed import stop_signals
 from src.distributed.stop_signals import StopSignals
+from src.reporting.run_logger import RunLogger
 from tests.checkpointing import recipe
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, saved
@@ -91,9 +95,30 @@ def test_run_from_a_moved_checkpoint_that_is_stopped_at_once_saves(tiny, straigh
     run = interrupted()
     moved = at_step(run, 4).rename(tmp_path / "moved")
     with monkeypatch.context() as patch:
-        patch.setattr(StopSignals, "requests", lambda signals: [0.0, 1.0])
+        patch.setattr(StopSignals, "votes", lambda signals: {"save": 0.0, "stop": 1.0})
         codes, texts = recipe.command(recipe.flags(tiny, resume=moved), tmp_path)
     assert codes == [75], texts
     assert saved(run) == [4]
     shutil.rmtree(moved)
     assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])
+
+
+def _construct_alone(argv, folder) -> bool:
+    """Train up to the constructors, without the methods that begin; return whether they changed nothing."""
+
+    def end(self, *args):
+        raise KeyError("constructed")
+
+    StopSignals.listen = Checkpointer.begin = lambda self: None
+    RunLogger.begin = end
+    before = recipe.contents(folder)
+    with pytest.raises(KeyError, match="constructed"):
+        train.main([str(word) for word in argv])
+    return recipe.contents(folder) == before and stop_signals._training is None
+
+
+def test_constructors_change_neither_files_nor_signals(tiny, straight, tmp_path):
+    """A new run in the folder of another one would rename its files, and truncate them."""
+    folder = shutil.copytree(straight[1].folder, tmp_path / "run")
+    argv = [*recipe.flags(tiny), "--resume", "never", "--output_dir", folder]
+    assert kit.spawn(1, _construct_alone, argv, folder, out=tmp_path / "out") == [True]
