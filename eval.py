@@ -7,8 +7,14 @@ import json
 import os
 from pathlib import Path
 
+import src
+
+if __name__ == "__main__":
+    src.begin()  # before the slow imports below: checks the installation, answers --help, hears Ctrl-C
+
+# isort: split
 from src.checkpointing import locate_weights
-from src.config import parsing, validation
+from src.config import help_text, parsing, validation
 from src.config.errors import UsageError, writes_to
 from src.data.dataset import check_same_data, prepare_datasets
 from src.distributed.backends import Backend, make_backend
@@ -25,6 +31,7 @@ from src.training.model_with_loss import ModelWithLoss, choose_kernels
 
 
 def main(argv: list[str]) -> None:
+    help_text.show_schema(argv, OPTIONS)
     argv, base, step = locate_weights.evaluation_args(
         or_newest_run(argv)
     )  # base: the checkpoint's config, which flags override

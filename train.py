@@ -3,7 +3,10 @@
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
-import src  # noqa: F401  checks the installation and prints --help, before the slow imports below
+import src
+
+if __name__ == "__main__":
+    src.begin(is_training=True)  # before the slow imports below: checks the installation, answers --help, hears Ctrl-C
 
 # isort: split
 from dataclasses import replace
@@ -12,7 +15,7 @@ from functools import partial
 import torch
 
 from src.checkpointing import checkpointer, resume, run_identity
-from src.config import parsing, validation
+from src.config import help_text, parsing, validation
 from src.data import data_loader, dataset
 from src.distributed import backend_checks, backends, stop_signals
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -28,8 +31,11 @@ from src.training.train_state import Intervals, Run
 
 def main(argv: list[str]) -> None:
     stop_signals.exit_on_signal()
+    help_text.show_schema(argv, OPTIONS)
     argv = parsing.with_default_config(argv)
-    cfg, task_options = parsing.parse(argv, OPTIONS, choose_folder=run_identity.choose_folder)
+    cfg, task_options = parsing.parse(argv, OPTIONS)
+    if not parsing.gives_folder(argv):
+        cfg = run_identity.choose_folder(cfg, task_options)  # a new one for another configuration
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)
@@ -101,7 +107,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
-        votes = signals.votes() | {"failed": checkpoints.failed()}  # one more: {"name": 1.0 on a rank that is for it}
+        votes = signals.votes() | {"failed": checkpoints.failed()}  # add your own: 1.0 is a vote for it
         totals = StepTotals.sum_over_ranks(backend, batch, votes)
         save_requested = totals.save
         if totals.stop or totals.failed:

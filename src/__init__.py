@@ -1,4 +1,6 @@
-"""Check Python and its packages, and show --help, before slow imports; `python src/__init__.py` checks the version only.
+"""What a program does before slow imports: check Python and its packages, show --help. Importing this does none of it.
+
+`python src/__init__.py` checks the version only.
 
 Written for any Python, so that an old one prints one sentence instead of a SyntaxError.
 """
@@ -28,39 +30,41 @@ def find_problem(version):
     return None
 
 
-_problem = find_problem(sys.version_info)
-if _problem:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write("error: %s\n" % _problem)
-    sys.exit(2)
-
-
 # Rows of many lengths leave gaps in the memory of a GPU, which expandable segments fill. Pinned host memory, which saves
 # copy to, is allocated by several threads, so that kernels do not wait for it. torch reads this when it is imported.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     _settings = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
     os.environ.setdefault("PYTORCH_ALLOC_CONF", _settings)
 
-_command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
-_program = os.path.basename(sys.argv[0])
 
-
-def _stop(number, frame):
-    """End at once on Ctrl-C during imports or an evaluation: there is nothing to save."""
-    training = "train.py" in _command
-    if os.environ.get("RANK", "0") == "0":
-        detail = " before training began: there is nothing to save" if training else ""
-        os.write(2, ("\nStopped by Ctrl-C%s.\n" % detail).encode())
-    os._exit(75 if training else 130)
-
-
-if _program in ("train.py", "eval.py", "find_lr.py"):
+def begin(is_training=False, has_help=True):
+    """Begin a program: exit if the installation cannot run it, end at Ctrl-C, show --help. Call it before slow imports."""
+    _check_installation()
     import signal
 
-    # Until src/distributed/stop_signals.py takes over.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
-        signal.signal(signal.SIGINT, _stop)
-if _program in ("train.py", "eval.py") and {"-h", "--help", "--help=all"} & set(sys.argv):
-    from src.config.help_text import show_help
+    def stop(number, frame):
+        """End at once: there is nothing to save."""
+        if os.environ.get("RANK", "0") == "0":
+            detail = " before training began: there is nothing to save" if is_training else ""
+            os.write(2, ("\nStopped by Ctrl-C%s.\n" % detail).encode())
+        os._exit(75 if is_training else 130)
 
-    show_help(sys.argv)
+    # In train.py until src/distributed/stop_signals.py takes over.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
+        signal.signal(signal.SIGINT, stop)
+    if has_help and {"-h", "--help", "--help=all"} & set(sys.argv):
+        from src.config.help_text import show_help
+
+        show_help(sys.argv)
+
+
+def _check_installation():
+    problem = find_problem(sys.version_info)
+    if problem:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write("error: %s\n" % problem)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _check_installation()

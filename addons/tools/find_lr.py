@@ -12,6 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import src
+
+if __name__ == "__main__":
+    src.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
+
+# isort: split
 from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError

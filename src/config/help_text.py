@@ -34,7 +34,7 @@ PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "tru
 
 def show_help(argv: list[str]) -> None:
     """Print the help of the task of --task, or of the run file of --config, and exit."""
-    # src/__init__.py calls this, so no import here takes long.
+    # src/__init__.py calls this before the slow imports, so no import here takes long.
     from src.config.errors import UsageError
     from src.config.paths import SCHEMA_FILE, path_of_flag, read_yaml
 
@@ -51,6 +51,13 @@ def show_help(argv: list[str]) -> None:
     task = given.task or in_file or schema["properties"]["task"]["default"]
     print(format_help(schema, task, Path(argv[0]).name, everything=given.help == "all"))
     sys.exit(0)
+
+
+def show_schema(argv: list[str], tasks: Mapping[str, Callable[[], type]]) -> None:
+    """With --schema, print the JSON schema of the run file and exit."""
+    if "--schema" in argv:
+        print(json.dumps(run_file_schema(tasks), indent=1, ensure_ascii=False))
+        sys.exit(0)
 
 
 def format_help(schema: dict, task: str, program: str, everything: bool) -> str:

@@ -4,10 +4,8 @@ Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
 
 import dataclasses
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -22,7 +20,6 @@ from src.config.addons import (
 )
 from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, read_value, read_words
-from src.config.help_text import run_file_schema
 from src.config.paths import locate, path_of_flag, read_yaml
 from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
@@ -100,22 +97,20 @@ def with_default_config(argv: list[str]) -> list[str]:
     return ["--config", SAMPLE, *argv]
 
 
-def parse(
-    argv: list[str],
-    tasks: Tasks,
-    base: dict | None = None,
-    choose_folder: Callable[[RunConfig, Any], RunConfig] = lambda cfg, options: cfg,
-) -> tuple[RunConfig, Any]:
+def gives_folder(argv: list[str]) -> bool:
+    """Return whether the command line, or its run file, names an output_dir."""
+    flags, path = split_flags(argv)
+    given = _given_values(flags, path, {})
+    return "output_dir" in given and given["output_dir"].value not in NOTHING
+
+
+def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[RunConfig, Any]:
     """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
 
-    With --schema, print the JSON schema of the run file and exit. `choose_folder` chooses an output_dir that was not
-    given. Raise one UsageError that lists all unknown names, wrong types and values out of range.
-    src/config/validation.py checks the rules between fields."""
+    Raise one UsageError that lists all unknown names, wrong types and values out of range. src/config/validation.py
+    checks the rules between fields."""
     flags, path = split_flags(argv)
-    if "schema" in flags:
-        print(json.dumps(run_file_schema(tasks), indent=1, ensure_ascii=False))
-        sys.exit(0)
-
+    _warn_of_lists_given_twice(argv)
     given = _given_values(flags, path, base or {})
     task = _task(given, tasks)
     options_type = tasks[task]()
@@ -137,7 +132,6 @@ def parse(
                 errors.append(f"{source}{missing_addon(name, choice) or error}")
     if errors:
         raise UsageError(list_errors(errors))
-    has_folder = "output_dir" in values
     values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
     core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
     cfg, options = (
@@ -146,7 +140,7 @@ def parse(
     )
     for complete in functions_of_addons(cfg, "complete"):
         cfg = dataclasses.replace(cfg, **complete(cfg))
-    return cfg if has_folder else choose_folder(cfg, options), options
+    return cfg, options
 
 
 def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:
@@ -194,10 +188,6 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
             name = name.replace("-", "_")
             if name == "config" and name in flags:
                 raise UsageError("--config: give it once (with make: make train CONFIG=FILE)")
-            if name in flags and get_origin(field_types(RunConfig).get(name)) is list:
-                warn(
-                    f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
-                )
             flags[name] = [value] if equals else []
         elif flags:
             flags[name].append(word)
@@ -210,6 +200,15 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
     return flags, path_of_flag(paths[0], "--config") or None
+
+
+def _warn_of_lists_given_twice(argv: list[str]) -> None:
+    names = [word[2:].partition("=")[0].replace("-", "_") for word in argv if re.match(r"--[A-Za-z]", word)]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1 and get_origin(field_types(RunConfig).get(name)) is list:
+            warn(
+                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
+            )
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

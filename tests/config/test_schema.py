@@ -1,6 +1,7 @@
 """configs/schema.json: the JSON schema of the run file, which editors and --help read."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def test_help_is_shown_without_slow_imports():
     assert all("\n  --ddp_timeout " in train(*words)[0] for words in (["--help", "all"], ["--help=all"]))
     assert "task causal_lm:" in shown
     assert not {"torch", "pydantic", "transformers"} & {line.split("|")[-1].strip() for line in imported.splitlines()}
+
+
+def test_importing_the_package_reads_no_flags_and_prints_nothing(tmp_path):
+    """Also by a program of the name of ours: only `src.begin` shows --help and ends the process at Ctrl-C."""
+    program = tmp_path / "train.py"
+    program.write_text("import signal\nimport src\nprint(signal.getsignal(signal.SIGINT).__name__)\n")
+    command = [sys.executable, program, "--help"]
+    environment = os.environ | {"PYTHONPATH": str(kit.REPOSITORY)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("default_int_handler\n", "")
 
 
 @pytest.mark.parametrize("task", OPTIONS)
