@@ -25,8 +25,6 @@ from src.runtime import private_apis
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
-
 
 def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
     """Return the backend of this launch; raise UsageError on every rank for settings that it does not support."""
@@ -148,7 +146,7 @@ class Backend:
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
         return [(dummy, rows)] * (int(max(forwards, default=0)) - len(batch)) + batch
 
-    def wrap_gradient(self, compute: "ComputeGradient") -> "ComputeGradient":
+    def wrap_gradient(self, compute: Callable) -> Callable:
         """Return `compute`, such as compute_gradient of train.py, with what this backend does around it.
 
         That is: raise UsageError if a parameter was frozen or unfrozen, or if DDP waits for a gradient; set buffers that
@@ -156,9 +154,7 @@ class Backend:
         first gradient of a process is computed twice. DDP orders its buckets again after the first backward pass, and how
         three ranks round a sum depends on that order: so each step has the same, also the first one after a resume."""
 
-        def compute_once(
-            backend: "Backend", module: torch.nn.Module, batch: "StepBatch", totals: "StepTotals"
-        ) -> "StepLosses":
+        def compute_once(backend: Any, module: torch.nn.Module, batch: list, totals: Any) -> Any:
             backend_checks.check_trainable(self.parameters, self.trainable)
             with self.buffers.step([not micro.dummy for micro, _ in batch]):
                 losses = compute(backend, module, batch, totals)
@@ -166,9 +162,7 @@ class Backend:
             self.is_first_step = False
             return losses
 
-        def compute_first_twice(
-            backend: "Backend", module: torch.nn.Module, batch: "StepBatch", totals: "StepTotals"
-        ) -> "StepLosses":
+        def compute_first_twice(backend: Any, module: torch.nn.Module, batch: list, totals: Any) -> Any:
             if self.is_first_step:
                 with all_buffers_unchanged(module):
                     compute_once(backend, module, batch, totals)

@@ -44,6 +44,13 @@ def test_a_missing_method_is_named_with_its_task_and_file(monkeypatch, name):
         make_task(RunConfig(task="plain"), plain_task.Options())
 
 
+def test_a_method_of_an_older_version_that_is_not_called_any_more_is_refused(monkeypatch):
+    old = type("Task", (plain_task.Task,), {"compute_gradient": lambda self: None})
+    module_with(monkeypatch, Task=old)
+    with pytest.raises(UsageError, match=r"^task plain: .*compute_gradient.* define `wrap_gradient\(compute\)`"):
+        make_task(RunConfig(task="plain"), plain_task.Options())
+
+
 def test_a_class_that_is_not_derived_may_have_all_methods(monkeypatch):
     """A class of its own that lacks one is refused as well."""
     own = {name: getattr(plain_task.Task, name) for name in base.REQUIRED if name != "loss"}

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from addons.techniques import TECHNIQUES, Technique, complete
+from addons.techniques import TECHNIQUES, Technique, complete, sam, technique_class
 from addons.techniques._chain import TechniqueChain, exchanged
 from addons.techniques._options import options_of
 from src.config.addons import run_config
@@ -94,6 +94,12 @@ def test_attribute_decides_the_order(monkeypatch):
         chain = TechniqueChain(run_config(techniques=dict.fromkeys(names)))
         found = chain.wrap_gradient(lambda *args: [*args])("s", "m", "w", 2.0)
         assert found == ["outer", pass_of_inner, pass_of_inner]
+
+
+def test_a_method_of_an_older_version_that_is_not_called_any_more_is_refused(monkeypatch):
+    monkeypatch.setattr(sam.SAM, "compute_gradient", sam.SAM.around_gradient, raising=False)
+    with pytest.raises(UsageError, match=r"sam: SAM has a method `compute_gradient`.* `around_gradient"):
+        technique_class("sam")
 
 
 def test_order_in_the_run_file_changes_no_bit(tmp_path):
