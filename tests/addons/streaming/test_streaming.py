@@ -197,9 +197,9 @@ def test_mutant_without_stream_position(data, tmp_path, monkeypatch):
     _, argv, one = data
     step_batches = Stream.step_batches
 
-    def forget(self, rank, world, state, pin_memory):
+    def forget(self, backend, state, pin_memory):
         state.stream = None
-        return step_batches(self, rank, world, state, pin_memory)
+        return step_batches(self, backend, state, pin_memory)
 
     monkeypatch.setattr(Stream, "step_batches", forget)
     run = kit.run_training(1, kit.rewind(one.folder, 12, tmp_path / "run"), *argv)
