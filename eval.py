@@ -10,7 +10,7 @@ from pathlib import Path
 import src
 
 if __name__ == "__main__":
-    src.begin()  # before the slow imports below: checks the installation, answers --help, ends at Ctrl-C
+    src.begin()  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
 
 # isort: split
 from src.checkpointing import locate_weights

@@ -6,7 +6,7 @@ Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_ra
 import src
 
 if __name__ == "__main__":
-    src.begin(is_training=True)  # before the slow imports below: checks the installation, answers --help, ends at Ctrl-C
+    src.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
 
 # isort: split
 from dataclasses import replace
