@@ -61,12 +61,12 @@ def test_signal_to_the_process_groups_of_ranks_with_loaders(tiny, tmp_path):
 
 
 def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch):
-    def requests(self):
+    def votes(self):
         if self.reason:
             raise Stopped(f"{self.reason}; everything is saved")
-        return [0.0, 0.0]
+        return {"save": 0.0, "stop": 0.0}
 
-    monkeypatch.setattr(stop_signals.StopSignals, "requests", requests)
+    monkeypatch.setattr(stop_signals.StopSignals, "votes", votes)
     ranks = begin(tmp_path, recipe(tiny))
     ranks.signal(signal.SIGTERM, 1)
     with pytest.raises(AssertionError):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+import train
 from src.data import data_loader
 from src.data.row_order import example_ids
 from src.distributed.backends import Backend
@@ -96,6 +97,28 @@ def test_three_ranks_resume_bitwise(tiny, begins_without_targets, tmp_path, monk
         monkeypatch.setattr(Backend, "reorders_buckets", False)
         mutant = kit.run_training(3, kit.rewind(whole.folder, step, tmp_path / "mutant"), *flags)
         assert not kit.same(mutant.weights, whole.weights)
+
+
+def _count_gradients(argv) -> int:
+    """Train; return how many gradients this rank has computed."""
+    compute, calls = train.compute_gradient, []
+    train.compute_gradient = lambda *args: (calls.append(1), compute(*args))[1]
+    train.main([str(word) for word in argv])
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    "world, fields, gradients",
+    [
+        (3, {}, 3),
+        (2, {}, 2),  # the order of two numbers changes no sum
+        (3, {"ddp_find_unused_parameters": True}, 2),  # DDP keeps its buckets
+        (3, {"ddp_comm_hook": "power_sgd"}, 2),  # it keeps the error of each step
+    ],
+)
+def test_only_buckets_that_are_reordered_cost_a_second_gradient(tiny, tmp_path, world, fields, gradients):
+    argv = recipe(tiny, max_steps=2, output_dir=tmp_path / "run", **fields)
+    assert kit.spawn(world, _count_gradients, argv, out=tmp_path / "out") == [gradients] * world
 
 
 def _sums_alone_and_together() -> list[int]:
