@@ -69,18 +69,26 @@ WATCHED = {
 }
 
 
+def _watching(original):
+    """Return a function that forbids the host to wait for the device, but in its first call."""
+    calls = count()
+
+    def watched(*args):
+        with checks.NoWaiting() if next(calls) else nullcontext():
+            return original(*args)
+
+    return watched
+
+
 def _watched(argv):
     """Train on this rank; the host may wait for the device in the first step only."""
+    wrap = TechniqueChain.wrap_gradient
+    TechniqueChain.wrap_gradient = lambda self, compute: _watching(wrap(self, compute))
     for owner, name in (
-        *((TechniqueChain, name) for name in ("compute_gradient", "change_gradient", "after_update")),
+        *((TechniqueChain, name) for name in ("change_gradient", "after_update")),
         (train, "optimizer_step"),
     ):
-
-        def watched(*args, original=getattr(owner, name), calls=count()):  # noqa: B008
-            with checks.NoWaiting() if next(calls) else nullcontext():
-                return original(*args)
-
-        setattr(owner, name, watched)
+        setattr(owner, name, _watching(getattr(owner, name)))
     train.main([str(word) for word in argv])
 
 
