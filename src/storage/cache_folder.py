@@ -61,11 +61,12 @@ def compute_once(root: Path, key: str, compute: Callable[[], dict], what: str) -
         if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
             result.unlink()
     try:
-        run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
+        result.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise
         return compute()  # in each process; what it computes may be complete in this folder
+    run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
     for launch in (root / "launches").iterdir():
         with suppress(OSError):
             if STARTED - launch.stat().st_mtime > DAY:

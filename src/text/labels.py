@@ -9,6 +9,7 @@ from typing import Any
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.data.column_types import NESTED, is_json_text
 
 SEVERAL_LABELS = (
     "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
@@ -27,8 +28,8 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
 def require_one_label(examples: Any, column: str, split: str) -> None:
     """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row."""
     feature = (examples.features or {}).get(column)
-    is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
-    if is_nested:
+    is_list_or_mapping = isinstance(feature, dict | list) or hasattr(feature, "feature")
+    if is_list_or_mapping or is_json_text(feature, NESTED):
         raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
 
 
