@@ -260,7 +260,7 @@ def test_requests_without_effect_are_warned_of(values, words):
     assert words in "".join(warnings)
 
 
-def test_evaluation_data_of_a_mixture_is_not_ignored(capsys):
+def test_evaluation_data_of_a_mixture_is_not_ignored(here, capsys):
     """A run file's validation_file stays where --mixture replaces its training data."""
     for source, words in (
         ({"train_file": ["a.jsonl"], "validation_file": ["v.jsonl"]}, None),
