@@ -5,6 +5,9 @@ Tests: tests/data/test_computed_rows.py, tests/tasks/test_forking_example.py.
 
 import hashlib
 import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from src.config.errors import UsageError, errors_of
+from src.config.errors import UsageError, one_line
 from src.data.prepared_split import ARRAYS, SUMS, Split
 from src.data.row_order import derive_seed
 from src.storage.cache_folder import depends_on, shared_sample_code
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from src.data.sources import Source
 
 AT_ONCE = 1_000_000  # rows whose lengths are computed together
-CHECKED = 4  # rows that are computed twice before a run
+CHECKED = 4  # first rows that are computed twice before a run, besides the last one
 
 
 class ComputedRows:
@@ -72,7 +75,13 @@ class LengthById:
 
     def __getitem__(self, ids: Any) -> np.ndarray:
         chosen = np.arange(self.count)[ids] if isinstance(ids, slice) else np.asarray(ids)
-        return np.asarray(self.rows.lengths(chosen), np.int64)
+        lengths = np.asarray(self.rows.lengths(chosen))
+        if lengths.shape != chosen.shape or lengths.dtype.kind not in "iu" or lengths.min(initial=1) < 1:
+            raise UsageError(
+                f"{file_of(type(self.rows))}: lengths() returned {shown(lengths)} for {len(chosen)} ids: return an array of one "
+                "integer for each id, 1 or more"
+            )
+        return lengths.astype(np.int64, copy=False)
 
 
 class ComputedSplit(Split):
@@ -99,6 +108,8 @@ class ComputedSplit(Split):
 
     def rows(self, ids: np.ndarray) -> list[dict]:
         rows = self.computed.rows(ids)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise UsageError(f"{self.folder}: rows() returned {shown(rows)}: return a list of one dict for each id")
         if len(rows) != len(ids):
             raise UsageError(
                 f"{self.folder}: rows() returned {len(rows)} rows for {len(ids)} ids: return one for each id"
@@ -110,26 +121,61 @@ class ComputedSplit(Split):
         return np.concatenate([np.ravel(row[column]) for ids in blocks for row in self.rows(ids)])
 
 
+def file_of(rows: type[ComputedRows]) -> Path:
+    return Path(inspect.getfile(rows))
+
+
+def shown(value: Any) -> str:
+    """Return the type of a value and its beginning, for messages."""
+    text = np.array2string(value, threshold=6) if isinstance(value, np.ndarray) else repr(value)
+    return f"{type(value).__name__} {' '.join(text.split())[:80]}"
+
+
+@contextmanager
+def errors_in(file: Path, method: str) -> Iterator[None]:
+    """Within, an exception of the user's code becomes a UsageError with file, line and method; a UsageError stays."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        place = f"{file}, line {lines[-1]}" if lines else file
+        raise UsageError(f"{place}: {method}: {type(error).__name__}: {one_line(error)}") from error
+
+
 def open_computed_rows(source: "Source") -> ComputedSplit | None:
     """Return the computed rows of a source, or None if there is no such split.
 
-    Raise UsageError if a row is another one when it is computed again, or beside other rows."""
-    name = source.dataset_split if source.split == "train" else None
-    computed = source.computed(name or source.split)
-    file = Path(inspect.getfile(type(computed)))
-    with errors_of(f"{file}: count()"):
-        count = int(computed.count())
+    Raise UsageError for what `Rows` may not return, and if a row is another one when it is computed again, beside other
+    rows or by another instance of the class, as in another process or after a resume."""
+    name = (source.dataset_split if source.split == "train" else None) or source.split
+    file = file_of(source.computed)
+    with errors_in(file, "__init__()"):
+        computed, again = source.computed(name), source.computed(name)
+    computed.split = again.split = name  # an __init__ of the user may not call that of the base class
+    count = _count(computed, file)
+    if _count(again, file) != count:
+        raise UsageError(f"{file}: count() returns {count} for {name}, and another number the second time")
     if not count:
         return None
-    with errors_of(f"{file}: lengths()"):
+    with errors_in(file, "lengths()"):
         lengths = [LengthById(computed, count)[i : i + AT_ONCE] for i in range(0, count, AT_ONCE)]
     tokens = sum(int(part.sum()) for part in lengths)
     stats: dict[str, Any] = dict.fromkeys(SUMS, 0) | {"examples": count, "source_rows": count, "tokens": tokens}
     longest = max(int(part.max()) for part in lengths)
     stats |= {"longest": longest, "splits": [source.split], "rows": content_key(computed, count, lengths)}
     split = ComputedSplit(computed, file, stats)
-    _check_rows(split)
+    _check_rows(split, ComputedSplit(again, file, stats))
     return split
+
+
+def _count(computed: ComputedRows, file: Path) -> int:
+    with errors_in(file, "count()"):
+        count = computed.count()
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
+        raise UsageError(f"{file}: count() returned {shown(count)}: return the number of rows, an integer, 0 or more")
+    return int(count)
 
 
 def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -> str:
@@ -145,19 +191,29 @@ def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _check_rows(split: ComputedSplit) -> None:
-    """Raise UsageError unless the first rows are the same together and alone."""
-    ids = np.arange(min(len(split), CHECKED))
-    together = split.rows(ids)
-    for row_id in ids[::-1]:
-        (alone,) = split.rows(ids[row_id : row_id + 1])
-        first = together[row_id]
-        names = [name for name in first | alone if not _equal(first.get(name), alone.get(name))]
-        if names:
+def _check_rows(split: ComputedSplit, again: ComputedSplit) -> None:
+    """Raise UsageError unless the first rows and the last one are the same together, and alone from `again`."""
+    file, name = split.folder, split.computed.split
+    ids = np.unique([*range(min(len(split), CHECKED)), len(split) - 1])
+    with errors_in(file, "rows()"):
+        together = split.rows(ids)
+        alone = [again.rows(np.array([row_id]))[0] for row_id in ids[::-1]][::-1]
+    for row_id, first, other in zip(ids, together, alone, strict=True):
+        columns = [column for column in first | other if not _equal(first.get(column), other.get(column))]
+        if columns:
             raise UsageError(
-                f"{split.folder}: rows() returns another {', '.join(names)} for row {row_id} of {split.computed.split} the "
-                "second time: a row must be a function of its id; draw its random numbers from self.generator(id)"
+                f"{file}: rows() returns another {', '.join(columns)} for row {row_id} of {name} the second time, alone and "
+                "from a new instance of the class: a row must be a function of its id; draw its random numbers from "
+                "self.generator(id)"
             )
+    with errors_in(file, "lengths()"):
+        lengths = split.lengths[ids]
+        reversed_lengths = again.lengths[ids[::-1]]
+    if not np.array_equal(lengths, reversed_lengths[::-1]):
+        raise UsageError(
+            f"{file}: lengths() returns {lengths.tolist()} for the rows {ids.tolist()} of {name}, and "
+            f"{reversed_lengths.tolist()} for the same rows in reverse: a length must be a function of the id"
+        )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,5 +1,6 @@
 """Rows that a file of samples/ computes from their ids: exact splits, kills, other code, and rows that are no function."""
 
+import itertools
 import json
 
 import numpy as np
@@ -114,9 +115,32 @@ class TooFew(Rows):
         return super().rows(ids[1:])
 
 
+class TableOfProcess(Rows):
+    """Rows stay the same in a process, but another one has others."""
+
+    def __init__(self, split):
+        super().__init__(split)
+        self.table = np.random.default_rng().normal(size=10)
+
+    def rows(self, ids):
+        return [{"x": self.table[i]} for i in ids]
+
+
 class Failing(Rows):
     def count(self):
         return len(open("/does/not/exist").read())
+
+
+class NotAsMany(Rows):
+    """Says that there are more rows than there are."""
+
+    def rows(self, ids):
+        return [{"x": np.arange(9)[i]} for i in ids]
+
+
+def with_method(name: str, returned) -> type:
+    """Return a class of rows with one method that returns `returned`, or what it makes of the ids."""
+    return type("Rows", (Rows,), {name: lambda self, *ids: returned(*ids) if callable(returned) else returned})
 
 
 def opened(kind: type, split: str = "train"):
@@ -138,14 +162,29 @@ def test_sound_rows_are_opened():
 @pytest.mark.parametrize(
     "kind, words",
     [
-        (Random, "another x for row 3"),
-        (InOrder, "another x for row 3"),
-        (TooFew, "3 rows for 4 ids"),
+        (Random, "another x for row 0"),
+        (InOrder, "another x for row 1"),
+        (TableOfProcess, "another x for row 0"),
+        (TooFew, "4 rows for 5 ids"),
         (Failing, "count(): .*/does/not/exist"),
+        (NotAsMany, "rows(): IndexError"),
+        (type("Rows", (Rows,), {"__init__": lambda self: None}), "__init__(): TypeError"),
+        (with_method("count", -3), "count() returned int -3"),
+        (with_method("count", 9.5), "count() returned float 9.5"),
+        (with_method("count", itertools.count(5).__next__), "count() returns 5"),
+        (with_method("rows", None), "rows() returned NoneType"),
+        (with_method("rows", lambda ids: ((i, i) for i in ids)), "rows() returned generator"),
+        (with_method("rows", lambda ids: [(i, i) for i in ids]), "rows() returned list"),
+        (with_method("lengths", 5), "lengths() returned ndarray 5 for 10 ids"),
+        (with_method("lengths", lambda ids: ids[1:] + 1), "lengths() returned ndarray .* for 10 ids"),
+        (with_method("lengths", lambda ids: ids + 0.5), "lengths() returned ndarray .* for 10 ids"),
+        (with_method("lengths", lambda ids: ids), "lengths() returned ndarray .* for 10 ids"),
+        (with_method("lengths", lambda ids: np.arange(len(ids)) + 1), "lengths() returns .* in reverse"),
     ],
 )
 def test_rows_that_are_no_function_of_their_ids_are_refused(kind, words):
-    with pytest.raises(UsageError, match=f"test_computed_rows.py: .*{words.replace('(', '[(]').replace(')', '[)]')}"):
+    words = words.replace("(", "[(]").replace(")", "[)]")
+    with pytest.raises(UsageError, match=f"test_computed_rows.py(, line [0-9]+)?: .*{words}"):
         opened(kind)
 
 
