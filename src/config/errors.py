@@ -97,7 +97,8 @@ def writes_to(root: Path, field: str) -> Iterator[None]:
     except OSError as error:
         if not is_unwritable(error, root):
             raise
-        fix = f"free disk space, or give another --{field}"
+        is_denied = isinstance(error, PermissionError) or error.errno == errno.EROFS
+        fix = f"{'make it writable' if is_denied else 'free disk space'}, or give another --{field}"
         raise UsageError(f"{field}: {root} cannot be written ({error.strerror}): {fix}") from error
 
 

@@ -270,7 +270,8 @@ def test_complete_cache_may_be_read_only(fields, tmp_path, read_only):
         assert codes == [0, 0], texts
     codes, [text] = kit.run_command(*training, "--max_length", "50", folder=tmp_path, world=1)
     assert codes == [2]
-    assert f"cache_dir: {cache} cannot be written (Read-only file system)" in text.rstrip().splitlines()[-1]
+    last = text.rstrip().splitlines()[-1]
+    assert f"cache_dir: {cache} cannot be written (Read-only file system): make it writable" in last
 
 
 def test_read_only_folder_has_no_locks_and_keeps_no_look_ups(tmp_path, read_only, monkeypatch):
