@@ -17,11 +17,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
-
 from src.config.addons import addon_names
 from src.config.errors import UsageError, did_you_mean
-from src.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag
+from src.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS
 
@@ -140,7 +138,7 @@ def names_one(file: str, gone: set[str]) -> bool:
     """Return whether a run file names one of these add-ons: by its task, a technique, an optimizer or a field."""
     if not re.fullmatch(r"configs/\w+\.yaml", file):
         return False
-    values = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
+    values = read_yaml(REPOSITORY / file)
     fields = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
     rooms = {"tasks": "task", "optimizers": "optim", "schedules": "lr_scheduler_type"}
     named = {f"{room}/{values.get(field)}" for room, field in rooms.items()}

@@ -152,6 +152,14 @@ def test_tests_of_a_copy_need_nothing_that_it_lacks(tmp_path, names):
     assert not (tmp_path / "copy" / "tests/addons/techniques/test_technique_chain.py").exists()
 
 
+def test_run_file_that_is_none_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text("words\n")
+    monkeypatch.setattr(fork, "REPOSITORY", tmp_path)
+    with pytest.raises(UsageError, match=r"configs/mine\.yaml: expected lines of the form"):
+        fork.names_one("configs/mine.yaml", {"techniques/ema"})
+
+
 def test_folder_with_files_and_unknown_names_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=str(tmp_path)):
