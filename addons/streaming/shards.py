@@ -3,6 +3,7 @@
 Tests: tests/addons/streaming/.
 """
 
+import copy
 import glob
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from src.data.row_order import derive_seed, permute
 from src.data.sources import named_files
 from src.storage import http_files
 from src.tasks.base import Task
+from src.text.chat_turns import find_structs
 from src.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
@@ -42,6 +44,7 @@ class StreamShards:
         self.columns: list[str] | None = None
         self.file_keys: dict[str, list] = {}  # local file -> size and timestamps at the first read
         self._inspect()
+        self.task = copy.copy(task)  # the task reads the columns of evaluation data next, which may be others
 
     def __len__(self) -> int:
         return len(self.names)
@@ -105,6 +108,7 @@ class StreamShards:
                 self._check_columns(_open_file(self.source, name).features or {}, name)
             rows = self._rows(shard)
             refuse_mixed_types(rows.features or {}, self.columns or (), self.task.json_columns, self.source)
+            self._check_structs(rows.features or {}, name)
             for table in rows.with_format("arrow").iter(batch_size=BLOCK):
                 self._check_columns(table.column_names, name)
                 yield table.select(self.columns) if self.columns else table
@@ -128,6 +132,15 @@ class StreamShards:
                 raise UsageError(
                     f"{name}: `{column}` has the classes {other}, in the first shard {one}: write them alike"
                 )
+
+    def _check_structs(self, features: dict, name: str) -> None:
+        """Raise UsageError if a shard has structs, in which a key that a row lacks reads as null, and the first has none."""
+        first, here = (find_structs(each, self.columns or ()) for each in (self.features, features))
+        if here > first:
+            raise UsageError(
+                f"{name}: {', '.join(self.columns or ())}: arguments or parameters are structs here, but not in the first "
+                "shard: give this file first, or store them as JSON text"
+            )
 
     def _refuse_changed(self, name: str) -> None:
         """Raise UsageError if a local file has changed since its first read."""

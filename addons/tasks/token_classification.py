@@ -55,11 +55,11 @@ class Task(base.Task):
         return repr((self.tokenizer_text, self.max_length, *columns, self.labels))
 
     def inspect_columns(self, examples, split: str):
-        from datasets import ClassLabel, Features, List, Value
+        from datasets import ClassLabel, Features, LargeList, List, Value
 
         needed = [self.options.tokens_column, self.options.tags_column]
         for column in needed:
-            if not isinstance(examples.features.get(column), List):
+            if not isinstance(examples.features.get(column), List | LargeList):
                 raise UsageError(
                     f"{split} data: there is no column `{column}` of lists among {', '.join(examples.column_names)}: "
                     "set --tokens_column or --tags_column"

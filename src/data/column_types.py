@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from src.text.chat_turns import FROM_STRUCTS
+from src.text.labels import SEVERAL_TYPES
+
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 ENCODE = json.JSONEncoder(default=str).encode
-# Kinds of JSON text, as the `id` of its feature, which `datasets` keeps
+# Kinds of JSON text, as the `id` of its feature, which `datasets` keeps; FROM_STRUCTS may follow
 NESTED = "objects, or lists of them"
-MIXED = "values of several types"
+MIXED = SEVERAL_TYPES
+NUL_BYTES = "which a crash of the program that wrote the file has left: remove them"
 
 
 def json_text(kind: str) -> Any:
@@ -32,7 +36,7 @@ def json_text(kind: str) -> Any:
 
 def is_json_text(feature: Any, *kinds: str) -> bool:
     """Return True for a feature that `json_text` has made (for one of these kinds), not for other JSON of `datasets`."""
-    return type(feature).__name__ == "Json" and feature.id in (kinds or (NESTED, MIXED))
+    return type(feature).__name__ == "Json" and str(feature.id).removesuffix(FROM_STRUCTS) in (kinds or (NESTED, MIXED))
 
 
 def features_of_schema(schema: pa.Schema) -> "Features":
@@ -81,7 +85,8 @@ def _join(one: Any, other: Any) -> Any:
     try:
         return _common(one, other)
     except TypeError:
-        return json_text(NESTED if _may_hold_objects(one) and _may_hold_objects(other) else MIXED)
+        kind = NESTED if _may_hold_objects(one) and _may_hold_objects(other) else MIXED
+        return json_text(kind + FROM_STRUCTS if _has_structs(one) or _has_structs(other) else kind)
 
 
 def _may_hold_objects(feature: Any) -> bool:
@@ -89,6 +94,13 @@ def _may_hold_objects(feature: Any) -> bool:
     if inside is not None:
         return _is_null(inside) or _may_hold_objects(inside)
     return isinstance(feature, dict) or is_json_text(feature, NESTED)
+
+
+def _has_structs(feature: Any) -> bool:
+    inside = getattr(feature, "feature", None)
+    if inside is not None:
+        return _has_structs(inside)
+    return isinstance(feature, dict) or str(getattr(feature, "id", None)).endswith(FROM_STRUCTS)
 
 
 def _is_null(feature: Any) -> bool:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from src.config.errors import UsageError, one_line
+from src.data.column_types import NUL_BYTES
 
 ROWS, CHARACTERS = 200_000, 16 << 20  # at most in a table; those of the first one decide the types of the columns
 LONGEST_CELL = 1 << 30  # characters
@@ -86,6 +87,7 @@ def _read_cells(binary: BinaryIO, file: str, delimiter: str) -> Iterator[dict[st
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(filter(None, reader), [])  # without blank lines
+            _refuse_nul_bytes(names)
             if repeated := {name for name in names if names.count(name) > 1}:
                 raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
             for rows in _blocks(reader, len(names)):
@@ -114,6 +116,7 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
     for row in filter(None, reader):
         if len(row) != columns:
             raise csv.Error(f"expected {columns} columns, got {len(row)}")
+        _refuse_nul_bytes(row)
         rows.append(row)
         size += sum(map(len, row)) + columns
         if len(rows) == ROWS or size >= CHARACTERS:
@@ -121,6 +124,11 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
             rows, size = [], 0
     if rows:
         yield rows
+
+
+def _refuse_nul_bytes(row: list[str]) -> None:
+    if "\0" in "".join(row):
+        raise csv.Error(f"NUL bytes, {NUL_BYTES}")
 
 
 def _type_of(cells: pa.Array) -> pa.DataType | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from src.data.sources import Source
 
 EMPTY = "an empty list"  # of any type
+BROKEN_TEXT = "text with half of a surrogate pair, which is no character"
 
 
 def features_of_file(builder: str | None, file: str, separator: str = ",") -> "Features | dict":
@@ -52,7 +53,8 @@ def refuse_mixed_types(features: "Features", columns: Iterable[str], allowed: It
             continue
         found = _two_types(source, column)
         what = found or f"{source.field}: {source}: `{column}` holds values of several types"
-        raise UsageError(f"{what}: use one type for all rows")
+        fix = "remove it" if BROKEN_TEXT in what else "use one type for all rows"
+        raise UsageError(f"{what}: {fix}")
 
 
 def _two_types(source: "Source", column: str) -> str | None:
@@ -63,10 +65,17 @@ def _two_types(source: "Source", column: str) -> str | None:
             where = f"{source.display_names([file])}, {place}"
             if " and " in kind:
                 return f"{where}: `{column}` holds {kind}"
-            if before and EMPTY not in (kind, before[1]) and kind != before[1]:
+            if BROKEN_TEXT in kind:
+                return f"{where}: `{column}` holds {kind}"
+            if before and kind != before[1] and not _both_lists(kind, before[1]):
                 return f"{where}: `{column}` holds {kind}, but {before[1]} in {before[0]}"
             before = before if before and before[1] != EMPTY else (where, kind)
     return None
+
+
+def _both_lists(one: str, other: str) -> bool:
+    """Return True for an empty list and another list, which may be of one type."""
+    return EMPTY in (one, other) and all(kind.startswith(("a list", EMPTY)) for kind in (one, other))
 
 
 def _types_by_row(builder: str | None, file: str, column: str) -> Iterator[tuple[str, str]]:
@@ -85,4 +94,6 @@ def _type_name(value: Any) -> str:
     if isinstance(value, list):
         inside = {_type_name(item) for item in value if item is not None}
         return f"a list ({' and '.join(sorted(inside))})" if inside else EMPTY
+    if isinstance(value, str) and not json_reader.is_unicode(value):
+        return BROKEN_TEXT
     return {str: "text", bool: "a bool", int: "a number", float: "a number"}.get(type(value), "an object")

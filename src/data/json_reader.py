@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from src.config.errors import UsageError, one_line
-from src.data.column_types import MIXED, NESTED, is_json_text, join_features, json_array, json_text
+from src.data.column_types import MIXED, NESTED, NUL_BYTES, is_json_text, join_features, json_array, json_text
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -228,8 +228,9 @@ def _skip_whitespace(text: str, position: int) -> int:
 
 def _reason(text: str, position: int, error: Exception) -> str:
     """Return the reason for an error in the value at `position`."""
+    position = getattr(error, "pos", position)
     if count := len(text) - position - len(text[position:].lstrip("\0")):
-        return f"{count:,} NUL bytes, which a crash of the program that wrote the file has left: remove them"
+        return f"{count:,} NUL bytes, {NUL_BYTES}"
     return error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
 
 
@@ -259,9 +260,18 @@ def _feature(values: list) -> Any:
         return Value("int64")
     if kinds and kinds <= {int, float}:
         return Value("float64")
-    if kinds <= {str}:
+    if kinds <= {str} and all(value is None or is_unicode(value) for value in values):
         return Value("string" if kinds else "null")
     return Value("bool") if kinds == {bool} else json_text(MIXED)
+
+
+def is_unicode(text: str) -> bool:
+    """Return False for half of a surrogate pair, such as "\\ud800", which JSON may hold and Arrow's text may not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _array(values: list, feature: Any, casts: bool) -> pa.Array:

@@ -35,6 +35,7 @@ from src.runtime import console
 from src.storage import atomic_folder, verify_hashes
 from src.storage.cache_folder import cache_root, run_once
 from src.tasks import Task, base
+from src.text.labels import SeveralTypes
 
 if TYPE_CHECKING:
     from src.data.raw_rows import RawRows
@@ -119,6 +120,9 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
     try:
         columns, features = task.inspect_columns(raw.rows, source.split)
+    except SeveralTypes as error:
+        refuse_mixed([error.column])
+        raise
     except pa.ArrowException:  # such as labels of several types
         refuse_mixed(raw.rows.column_names)
         raise

@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
+
 from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.schema import RunConfig
 from src.data import column_types, csv_reader, file_columns, json_reader
-from src.data.column_types import cast_table, join_features
+from src.data.column_types import NUL_BYTES, cast_table, join_features
 from src.data.file_columns import features_of_file
 from src.data.row_errors import line_of
 from src.data.sources import Source, named_files
@@ -161,9 +163,17 @@ def _features_of_files(name: str, builder: Any, files: list[str]) -> "Features |
 
 
 def _text_tables(self, *files, **options):
-    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file."""
+    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file.
+
+    Raise ValueError for a line with NUL bytes."""
     self.config.encoding = "utf-8-sig" if self.config.encoding == "utf-8" else self.config.encoding
-    yield from self.unchecked_tables(*files, **options)
+    rows = 0  # before this table
+    for key, table in self.unchecked_tables(*files, **options):
+        has_nul = pc.match_substring(table["text"], "\0")
+        if pc.any(has_nul).as_py():
+            raise ValueError(f"row {rows + pc.index(has_nul, True).as_py()} holds NUL bytes, {NUL_BYTES}")
+        rows += len(table)
+        yield key, table
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

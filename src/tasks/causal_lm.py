@@ -9,7 +9,7 @@ Tests: tests/tasks/test_causal_lm.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,6 +105,7 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
+        self.encoder = replace(self.encoder)  # each split may have another format
         needed, made = self.encoder.choose(examples.column_names, split, examples.features)
         made = [*made, "documents"] if self.options.packing else made  # lengths of the documents in a row
         lists = ("input_ids", "labels", "documents")

@@ -29,6 +29,7 @@ def encode_chat(
         chat = read_chat(messages, tools, structs)
         template = tokenizer.get_chat_template(tools=chat.tools)  # a tokenizer may have one more for rows with tools
         text, spans = render_chat(tokenizer, chat, template)
+        text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     is_target = _tokens_in_spans(offsets, spans, also_partly=marks_turns(template))

@@ -21,6 +21,7 @@ NOT_TRAINED_KEY = "masked"
 PARTLY_TRAINED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 WRITTEN_BY_USERS = ("arguments", "parameters")  # below these keys a null is a value
+FROM_STRUCTS = ", from structs"  # ends the `id` of a feature of JSON text that is made of structs
 IDENTIFIERS = ("id", "tool_call_id", "type")  # templates may leave them out
 
 warn_once = functools.cache(warn)
@@ -51,9 +52,9 @@ def read_chat(messages: Any, tools: Any, structs: Structs = NO_STRUCTS) -> Chat:
     """Return the chat that a row says. Raise ValueError for a turn that would not be used as it says."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise ValueError(f"the row holds {type(messages).__name__}, not a list of turns")
-    tools = _read_tools(tools)
-    if structs.anywhere and tools:
+    if structs.anywhere and isinstance(tools, list):  # those that are JSON text have no filled nulls
         tools = [_drop_filled_nulls(tool, structs, f"the schema of tool {i}") for i, tool in enumerate(tools)]
+    tools = _read_tools(tools)
     turns, is_trained = [], []
     for i, message in enumerate(messages):
         turn = {key: value for key, value in message.items() if value is not None}
@@ -71,7 +72,10 @@ def find_structs(features: Any, columns: Iterable[str]) -> Structs:
     """Return which of these columns are structs by their `datasets.Features`; without features, none is."""
     names: set[str] = set()
     for column in columns:
-        _add_keys_of_structs((features or {}).get(column), "", names)
+        feature = (features or {}).get(column)
+        if str(getattr(feature, "id", None)).endswith(FROM_STRUCTS):
+            return Structs(anywhere=True, in_arguments=True)
+        _add_keys_of_structs(feature, "", names)
     return Structs(bool(names), not names.isdisjoint(WRITTEN_BY_USERS))
 
 

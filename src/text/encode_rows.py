@@ -6,6 +6,7 @@ Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -160,19 +161,29 @@ class Encoder:
             yield Document(ids, labels, np.zeros(len(ids), np.int64))
 
     def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
-        if ids is None or None in ids or None in labels:
-            raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
+        _require_integers(ids, "input_ids", location)
+        _require_integers(labels, "labels", location)
         if len(labels) != len(ids):
             raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
-        if mask is not None and (len(mask) != len(ids) or any(value != 1 for value in mask)):
+        if mask is not None and mask != [1] * len(ids):
             raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
         for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
-            if values and isinstance(values[0], float) and any(value % 1 for value in values):  # a column of fractions
-                raise UsageError(f"{location}: `{name}` holds a number that is not whole")
             if values and not 0 <= min(values) <= max(values) < self.vocab_size:
                 raise UsageError(
                     f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
                 )
+
+
+def _require_integers(values: Any, name: str, location) -> None:
+    """Raise UsageError unless `values` is a list of integers, which may be stored as fractions or decimals."""
+    if values is None or (isinstance(values, list) and None in values):
+        raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
+    kinds = set(map(type, values)) if isinstance(values, list) else {type(values)}
+    if not isinstance(values, list) or not kinds <= {int, float, Decimal}:
+        kind = min(kind.__name__ for kind in kinds)
+        raise UsageError(f"{location}: `{name}` holds {kind}: give a list of integers for each row")
+    if not kinds <= {int} and any(value % 1 for value in values):
+        raise UsageError(f"{location}: `{name}` holds a number that is not whole")
 
 
 def _refuse_bad_answers(ratings: Iterable[bool | None], locations) -> None:

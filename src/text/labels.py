@@ -9,8 +9,8 @@ from typing import Any
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.column_types import NESTED, is_json_text
 
+SEVERAL_TYPES = "values of several types"  # the `id` of a feature of JSON text
 SEVERAL_LABELS = (
     "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
 )
@@ -25,11 +25,22 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
     return columns
 
 
+class SeveralTypes(UsageError):
+    """A column of labels that holds several types. Who knows the files names the row."""
+
+    def __init__(self, column: str, split: str):
+        super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
+        self.column = column
+
+
 def require_one_label(examples: Any, column: str, split: str) -> None:
-    """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row."""
+    """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row, or several
+    types."""
     feature = (examples.features or {}).get(column)
-    is_list_or_mapping = isinstance(feature, dict | list) or hasattr(feature, "feature")
-    if is_list_or_mapping or is_json_text(feature, NESTED):
+    if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
+        raise SeveralTypes(column, split)
+    is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
+    if is_nested:
         raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
 
 

@@ -89,6 +89,10 @@ CASES = {
     "fractions in a later row": rows(
         "line 2: train data: `input_ids` holds a number", IDS_ROW, {"input_ids": [5.5, 6]}
     ),
+    "ids as text": ids("line 1: train data: `input_ids` holds str", ["1", "2"]),
+    "one id": ids("line 1: train data: `input_ids` holds int", 5),
+    "labels of bools": ids("line 1: train data: `labels` holds bool", [1, 2], labels=[True, False]),
+    "mask as a number": ids("line 1: train data: `attention_mask` is not 1", [1, 2], attention_mask=1),
     "null in ids": ids("`input_ids` or `labels` is or holds null", [1, None, 3]),
     "chat without template": rows("no chat template|--chat_template", USER, changed=TEXT),
     "chat without assistant": rows("none of the 1 rows", USER, changed=CHAT, **{"chat.jinja": TEMPLATE}),

@@ -1,8 +1,10 @@
 """Columns have one type in all rows and files; what has none is JSON text; only columns that the task reads are refused."""
 
 import json
+from decimal import Decimal
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +15,7 @@ from src.data import column_types, json_reader, prepared_split
 from src.data.dataset import prepare_datasets
 from src.data.raw_rows import replace_readers
 from src.tasks import base
+from src.text.chat_turns import find_structs
 from tests.helpers import kit
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -128,7 +131,7 @@ BAD_LINES = {
     '{"text": "a", "text": "b"}': "line 2: the key `text` is named twice",
     '["a"]': "line 2: a row must be an object",
     "\0\0\0": "line 2: 3 NUL bytes",
-    '{"text": "\0\0': "line 2: .*control character",
+    '{"text": "\0\0': "line 2: 2 NUL",
 }
 
 
@@ -193,3 +196,74 @@ def test_arrow_files_with_other_types(tmp_path):
             writer.write_table(pa.table({"text": column}))
     files = [str(tmp_path / f"{i}.arrow") for i in range(2)]
     assert seen(tmp_path, ("text",), train_file=files) == {"text": ["a", None] * 2}
+
+
+def with_call(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [CHAT[0], {"role": "assistant", "content": "b", "tool_calls": [call]}]}
+
+
+def test_null_of_structs_that_become_json_text_is_not_written(tmp_path):
+    """In one file x is text, in the other a number, so messages are JSON text; there, x and y are null where missing."""
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    pq.write_table(pa.Table.from_pylist([with_call(x="s")]), files[0])
+    pq.write_table(pa.Table.from_pylist([with_call(x=1), with_call(y=2)]), files[1])
+    for names in (files, files[::-1]):
+        joined = column_types.join_features(map(read_features, names))
+        assert column_types.is_json_text(joined["messages"], column_types.NESTED)
+        assert find_structs(joined, ["messages"]) == (True, True)
+    of_jsonl = {"messages": column_types.json_text(column_types.NESTED)}
+    assert find_structs(of_jsonl, ["messages"]) == (False, False)  # what is written there is known
+
+
+def read_features(file):
+    return column_types.features_of_schema(pq.read_schema(file))
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udc00b"])
+def test_half_of_a_surrogate_pair_is_refused_where_it_is_read(tmp_path, text):
+    [file] = jsonl(tmp_path, [{"text": "a", "note": "a"}, {"text": "b", "note": text}])
+    assert seen(tmp_path, ("text",), train_file=[str(file)]) == {"text": ["a", "b"]}
+    with pytest.raises(UsageError, match=r"train-0.jsonl, line 2: `note` holds text with half"):
+        seen(tmp_path, ("note",), train_file=[str(file)])
+
+
+def test_empty_list_beside_text_is_named_with_its_line(tmp_path):
+    [file] = jsonl(tmp_path, [{"text": "a"}, {"text": []}])
+    with pytest.raises(UsageError, match=r"line 2: `text` holds an empty list, but text in .*line 1"):
+        seen(tmp_path, ("text",), train_file=[str(file)])
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.json", "a.jsonl"])
+@pytest.mark.parametrize("nul", ["\0" * 9, "a\0b"])
+def test_nul_bytes_are_refused(tmp_path, name, nul):
+    file = tmp_path / name
+    row = '{"text": "a"}' if "json" in name else "a"
+    nul = f'{{"text": "{nul}"}}' if "json" in name and "b" in nul else nul  # in a text, or beside the rows
+    lines = ["text", row, nul] if name == "a.csv" else [row, nul]
+    file.write_text("[" + ",\n".join(lines) + "]" if name == "a.json" else "\n".join(lines) + "\n")
+    with pytest.raises(UsageError, match=rf"{name}.*(line|row) \d.*NUL"):
+        seen(tmp_path, ("text",), train_file=[str(file)])
+
+
+def test_fractions_of_decimals_are_no_ids(tmp_path):
+    """A cast would make 1 of 1.50."""
+    config = kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)
+    for number, rest in (("1.50", None), ("1.00", [1, 2])):
+        ids = pa.array([[Decimal(number), Decimal("2.00")]], pa.list_(pa.decimal128(10, 2)))
+        pq.write_table(pa.table({"input_ids": ids}), tmp_path / "a.parquet")
+        fields = {"model_config": config, "train_file": tmp_path / "a.parquet", "cache_dir": tmp_path / "cache"}
+        if rest is None:
+            with pytest.raises(UsageError, match=r"a.parquet, row 0: .*not whole"):
+                kit.open_data(**fields)
+        else:
+            assert kit.open_data(**fields)[1]["train"].rows(np.array([0]))[0]["input_ids"].tolist() == rest
+
+
+def test_labels_of_several_types_are_named_with_their_line(tmp_path):
+    [file] = jsonl(tmp_path, [{"text": "a", "n": 1, "label": 1}, {"text": "b", "n": "x", "label": "0"}])
+    bert = kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2})
+    tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b"])
+    names = {"task": "text_classification", "model_config": bert, "tokenizer_name": tokenizer}
+    with pytest.raises(UsageError, match=r"line 2: `label` holds text, but a number in .*line 1"):
+        kit.open_data(**names, train_file=file, cache_dir=tmp_path / "cache")

@@ -3,6 +3,7 @@
 Tests: tests/addons/tasks/test_preference.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from src.config.errors import UsageError
@@ -21,7 +22,7 @@ class PairEncoder:
         from datasets import Value
 
         columns = examples.column_names
-        self.encoder = encoder
+        self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
         self.chat = "chosen" in columns and not isinstance(examples.features["chosen"], Value)
         self.needed = [name for name in ("prompt", *SIDES) if name in columns or not (self.chat and name == "prompt")]
         if missing := [name for name in self.needed if name not in columns]:
@@ -72,4 +73,5 @@ def _chat(prompt: Any, turns: list[dict] | None) -> list[dict]:
         if turns and roles[first] == "assistant":
             return [*turns[:first], {"role": "user", "content": prompt}, *turns[first:]]
         prompt = []
-    return [*(prompt or []), *turns]
+    prompt = prompt or []
+    return [*turns] if prompt == turns[: len(prompt)] else [*prompt, *turns]  # the turns may hold their prompt, too

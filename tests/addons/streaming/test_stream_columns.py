@@ -1,12 +1,15 @@
 """Columns of a stream: only those that the task reads are compared; `encode` gets what it gets of prepared rows."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import json_reader
 from src.data.dataset import prepare_datasets
-from tests.data.test_column_types import BAD_LINES, CHAT, SAME, WITH_CALL, Reader, both, jsonl, parquet
+from tests.data.test_column_types import BAD_LINES, CHAT, SAME, WITH_CALL, Reader, both, jsonl, parquet, with_call
+from tests.helpers import kit
 
 STREAM = {"streaming": True, "max_steps": 1, "global_batch_size": 1}
 
@@ -16,11 +19,11 @@ def seen(folder, columns, **fields) -> dict[str, list]:
     cfg = run_config(cache_dir=str(folder / "cache"), **fields, **STREAM)
     task = type("Columns", (Reader,), {"columns": columns})(cfg, None)
     shards = prepare_datasets(cfg, task)["train"].shards
-    task.load()  # without the rows that it has looked at
+    shards.task.load()  # without the rows that it has looked at
     for shard in range(len(shards)):
         for block, table in enumerate(shards.blocks(shard)):
             shards.prepare(table, shard, block, 0)
-    return task.seen
+    return shards.task.seen
 
 
 @pytest.mark.parametrize("chunk", [40, 10 << 20])
@@ -77,3 +80,27 @@ def test_types_of_files_that_hold_the_same_are_one(tmp_path, name):
     files_alone, folder = (seen(tmp_path, ("c",), **fields) for fields in both(files))
     assert files_alone == {"c": expected}  # a file has its own keys
     assert folder == {"c": with_null or expected}
+
+
+def test_evaluation_rows_of_another_format_change_nothing(tmp_path):
+    """Encoding a shard needs what was chosen for the training data, not for the evaluation data that is read next."""
+    train, validation = jsonl(tmp_path, [{"messages": CHAT}] * 2, [{"text": "plain"}] * 2)
+    tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b plain"], chat_template=kit.CHATML)
+    files = {"train_file": str(train), "validation_file": str(validation), "tokenizer_name": tokenizer}
+    config = kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)
+    _, splits = kit.open_data(
+        model_config=config, cache_dir=tmp_path / "cache", per_device_batch_size=1, **files, **STREAM
+    )
+    shards = splits["train"].shards
+    [table] = shards.blocks(0)
+    assert len(shards.prepare(table, 0, 0, 0)) == 2
+
+
+def test_structs_of_a_later_shard_are_refused(tmp_path):
+    """The first shard has no arguments, so a null in those of the second would be written."""
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    pq.write_table(pa.Table.from_pylist([{"messages": CHAT}]), files[0])
+    pq.write_table(pa.Table.from_pylist([with_call(x=1), with_call(y=2)]), files[1])
+    with pytest.raises(UsageError, match=r"b.parquet: messages: .*structs"):
+        seen(tmp_path, ("messages",), train_file=list(map(str, files)))
+    assert len(seen(tmp_path, ("messages",), train_file=list(map(str, files[::-1])))["messages"]) == 3

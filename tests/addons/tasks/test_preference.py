@@ -52,7 +52,13 @@ CHAT = [{"role": "assistant", "content": "sat"}, {"role": "assistant", "content"
 
 @pytest.mark.parametrize(
     "prompt, before",
-    [("the cat", []), ([CHATML_USER], []), (None, [CHATML_USER]), ("the cat", [CHATML_USER])],
+    [
+        ("the cat", []),
+        ([CHATML_USER], []),
+        (None, [CHATML_USER]),
+        ("the cat", [CHATML_USER]),
+        ([CHATML_USER], [CHATML_USER]),
+    ],
 )
 def test_chat_pairs(fields, tmp_path, prompt, before):
     """The prompt may be text, turns, or the beginning of both chats; targets are the answers."""
