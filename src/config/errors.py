@@ -46,6 +46,11 @@ def one_line(error: BaseException, length: int = 300) -> str:
     return " ".join(str(error).split())[:length] or type(error).__name__
 
 
+def reason_of(error: BaseException) -> str:
+    """Return an error message as one line; before the message of a KeyError, which is the key alone, its type."""
+    return f"KeyError: {one_line(error)}" if isinstance(error, KeyError) else one_line(error)
+
+
 @contextmanager
 def errors_of(*what: object) -> Iterator[None]:
     """Within, any exception becomes a UsageError that begins with `what`: for calls of libraries, and of a user's code.
@@ -54,7 +59,7 @@ def errors_of(*what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UsageError(": ".join([*map(str, what), one_line(error)])) from error
+        raise UsageError(": ".join([*map(str, what), reason_of(error)])) from error
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError, reason_of
 from src.data.prepared_split import ARRAYS, SUMS, Split
 from src.data.row_order import derive_seed
 from src.storage.cache_folder import depends_on, shared_sample_code
@@ -141,7 +141,7 @@ def errors_in(file: Path, method: str) -> Iterator[None]:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         place = f"{file}, line {lines[-1]}" if lines else file
-        raise UsageError(f"{place}: {method}: {type(error).__name__}: {one_line(error)}") from error
+        raise UsageError(f"{place}: {method}: {reason_of(error)}") from error
 
 
 def open_computed_rows(source: "Source") -> ComputedSplit | None:

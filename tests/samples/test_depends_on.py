@@ -51,6 +51,7 @@ def test_without_it_nothing_changes(tmp_path, monkeypatch):
     "code, words",
     [
         (PLAIN + "\n\ndef depends_on():\n    return open('/does/not/exist')\n", "/does/not/exist"),
+        (PLAIN + "\n\ndef depends_on():\n    return os.environ['NOT_SET']\n", "KeyError: 'NOT_SET'"),
         (PLAIN + "\n\ndef depends_on():\n    return {1, 2}\n", "text, numbers"),
         (PLAIN + "\n\ndef depends_on():\n    os.environ['LINES'] += '.'\n    return os.environ['LINES']\n", "changed"),
     ],
