@@ -65,7 +65,7 @@ class RunLogger:
             record_exit_in(self.folder)
             with writes_to(self.folder, "output_dir"):
                 self._begin_files()
-        else:
+        elif not run.cfg.smoke:
             self.say(
                 f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
                 "--output_dir, or --resume never to start over"
@@ -144,7 +144,8 @@ class RunLogger:
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
-        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
+        if not self.cfg.smoke:  # it deletes the model
+            self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 
 def _is_before(line: dict, state: TrainState) -> bool:

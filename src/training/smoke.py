@@ -1,7 +1,7 @@
 """Smoke test of a run (`--smoke`): the task's checks, two steps, a save, a resume into a fresh model, compared.
 
-First the task alone is checked on a few rows (task_checks.py). Then both passes are the `train` of train.py, with the fields of the run, in OUTPUT_DIR/.smoke; nothing else of the run
-folder is read or written. Tests: tests/training/test_smoke.py.
+First the task alone is checked on a few rows (task_checks.py). Then both passes are the `train` of train.py, with the
+fields of the run, in OUTPUT_DIR/.smoke; nothing else of the run folder is read or written. Tests: tests/training/test_smoke.py.
 """
 
 import copy

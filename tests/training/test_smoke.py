@@ -35,6 +35,8 @@ def test_sound_run_passes(plain, tmp_path, backend, world):
     assert codes == [0] * world, texts
     assert texts[0].rstrip().endswith("smoke: passed")
     assert "depend on per_device_batch_size" not in texts[0]
+    assert "nothing is left" not in texts[0]  # of the second pass, which has no steps
+    assert ".smoke/final" not in texts[0]  # it is deleted
     assert [path.stat().st_mtime_ns for path in files] == before
     small = own.folder / ".smoke"
     lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
