@@ -25,7 +25,7 @@ def all_buffers_unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Undo at exit what forward passes within have changed, also in buffers that no checkpoint holds."""
     before = []
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
+        for name, buffer in private_apis.own_buffers(owner).items():
             value = None if buffer is None else buffer.detach().clone()
             before.append((owner, name, buffer, value))
     yield

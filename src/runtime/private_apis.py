@@ -57,6 +57,13 @@ def move_all_(targets: list[torch.Tensor], sources: list[torch.Tensor], share: f
     torch._foreach_add_(targets, difference)
 
 
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the buffers of a module itself, also those that are None until a forward pass makes them.
+
+    Test: tests/training/test_running_statistics.py."""
+    return dict(module._buffers)
+
+
 def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Raise RuntimeError if DDP has not reduced all gradients in its last backward pass.
 
