@@ -5,6 +5,7 @@ import torch
 from tests.addons.tasks import images
 from tests.helpers import kit, technique_runs
 
+fields = images.run_fields  # for test_conformance.py
 CHANNELS_LAST = {"techniques": json.dumps({"channels_last": None})}
 formats = []  # of the inputs and weights of convolutions
 
