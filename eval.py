@@ -27,7 +27,8 @@ from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, make_task
 from src.training.evaluation import evaluate
-from src.training.model_with_loss import ModelWithLoss, choose_kernels
+from src.training.model_with_loss import ModelWithLoss
+from src.training.training_model import choose_kernels
 
 
 def main(argv: list[str]) -> None:

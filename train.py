@@ -23,7 +23,7 @@ from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import evaluation, memory, model_with_loss, optimizers, schedules, smoke
+from src.training import evaluation, memory, optimizers, schedules, smoke, training_model
 from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     argv = parsing.with_default_config(argv)
     cfg, task_options = parsing.parse(argv, OPTIONS)
     if not parsing.gives_folder(argv):
-        cfg = run_identity.choose_folder(cfg, task_options)  # a new one for another configuration
+        cfg = run_identity.choose_folder(cfg, task_options, schedules.has_same_rates)  # new for another configuration
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)
@@ -59,8 +59,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
-    start = resume.find_start(cfg, backend, task, datasets)
-    model = model_with_loss.build_model(cfg, backend, task, train_set, start.weights, techniques.change_model)
+    start = resume.find_start(cfg, backend, task, datasets, schedules.has_same_rates)
+    model = training_model.build_model(cfg, backend, task, train_set, start.weights, techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
     module, optimizer = backend.prepare(model, optimizer)  # accelerator.prepare: call `module`, save `model`
     size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)

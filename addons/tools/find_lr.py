@@ -33,9 +33,9 @@ from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training import memory, optimizers, schedules
 from src.training.meter import StepTotals
-from src.training.model_with_loss import build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Run
+from src.training.training_model import build_model
 from train import compute_gradient, optimizer_step
 
 DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest

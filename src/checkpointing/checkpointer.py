@@ -29,9 +29,8 @@ from src.distributed.stop_signals import StopSignals
 from src.runtime import console, run_status
 from src.runtime.exit_codes import is_exiting
 from src.storage import atomic_folder
-from src.training.evaluation import check_finite
 from src.training.techniques import Techniques
-from src.training.train_state import Intervals, Run
+from src.training.train_state import Intervals, Run, check_finite
 
 log = logging.getLogger("run")
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce

@@ -13,7 +13,7 @@ import yaml
 
 from src.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_state, step_of
 from src.checkpointing.locate_weights import init_weights
-from src.checkpointing.run_identity import check_same_run, identity
+from src.checkpointing.run_identity import SameRates, check_same_run, identity
 from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
 from src.distributed.backend_checks import check_only_tensors
@@ -49,8 +49,10 @@ class Start:
         return state
 
 
-def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> Start:
-    """Return the main process's choice on every rank, or raise its error on every rank."""
+def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_same_rates: SameRates) -> Start:
+    """Return the main process's choice on every rank, or raise its error on every rank.
+
+    `has_same_rates`: as of `check_same_run`."""
     folder, accelerator = Path(cfg.output_dir), backend.accelerator
 
     def choose() -> Start:
@@ -59,7 +61,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
             run_status.lock_run_folder(folder)
             for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
                 atomic_folder.remove_unfinished(path.parent, path.name)
-        checkpoint, notes = find_checkpoint(cfg, task.options, current)
+        checkpoint, notes = find_checkpoint(cfg, task.options, current, has_same_rates)
         if checkpoint is None:
             return Start(None, notes, init_weights(cfg, task), None, uuid.uuid4().hex, False, current)
         state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
@@ -70,7 +72,9 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict) -> St
     return run_on_main(accelerator, choose)
 
 
-def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path | None, list[str]]:
+def find_checkpoint(
+    cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
+) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint that `cfg.resume` allows, and messages for the user about the choice.
 
     `current` is the identity of this run. Raise UsageError if checkpoints exist but none is intact, if they belong to
@@ -81,7 +85,7 @@ def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path |
         if errors := verify_hashes.verify(checkpoint):
             notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
         else:
-            return checkpoint, notes + check_same_run(checkpoint, cfg, options, current)
+            return checkpoint, notes + check_same_run(checkpoint, cfg, options, current, has_same_rates)
     if candidates:
         raise UsageError(
             f"resume: no checkpoint is intact: {'; '.join(notes)}. Restore one, or start over with --resume never"

@@ -5,6 +5,7 @@ Tests: tests/checkpointing/test_run_identity.py.
 
 import dataclasses
 import os
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from src.config.paths import read_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.models.config_and_tokenizer import pretrained_source
 from src.storage import jsonl, verify_hashes
-from src.training.schedules import make_schedule, total_steps
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run", "smoke")
 LENGTH = {"max_steps", "num_train_epochs"}
+# schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
+SameRates = Callable[[RunConfig, RunConfig, int, dict], bool]
 NAMES_OF_DATA = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split", "train_file", "mixture"}
 
 
@@ -50,11 +52,13 @@ def _model_contents(cfg: RunConfig) -> dict[str, Any]:
     return values | {path.name: verify_hashes.hash_file(path)["xxh3_128"] for path in code} | {"commit": commit}
 
 
-def check_same_run(checkpoint: Path, cfg: RunConfig, options: Any, current: dict[str, Any]) -> list[str]:
+def check_same_run(
+    checkpoint: Path, cfg: RunConfig, options: Any, current: dict[str, Any], has_same_rates: SameRates
+) -> list[str]:
     """Return the harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
 
-    `current` is the identity of this run. A changed field is refused unless it is declared may_change_on_resume."""
-    refused, allowed = _changes(read_state(checkpoint), cfg, options, current)
+    `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is refused unless it is declared may_change_on_resume."""
+    refused, allowed = _changes(read_state(checkpoint), cfg, options, current, has_same_rates)
     if refused:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
@@ -64,7 +68,7 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options: Any, current: dict
     return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
 
 
-def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
+def choose_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
     """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
 
     Only fields are compared; `check_same_run` compares the contents of data and model, too."""
@@ -73,7 +77,9 @@ def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
         folder = cfg.output_dir + f"_{number}" * (number > 1)
         states = [jsonl.read_json(path / "state.json") for path in list_checkpoints(folder)]
         state = next((state for state in reversed(states) if "identity" in state), None)
-        refused, allowed = _changes(state, cfg, options, state["identity"]) if state else ({}, {})
+        refused, allowed = {}, {}
+        if state:
+            refused, allowed = _changes(state, cfg, options, state["identity"], has_same_rates)
         if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:
             first = first or "; ".join(other.values())
             continue
@@ -83,7 +89,9 @@ def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
     return cfg
 
 
-def _changes(state: dict, cfg: RunConfig, options: Any, current: dict) -> tuple[dict[str, str], dict[str, str]]:
+def _changes(
+    state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
     # The fields of an add-on that only one of the two runs names count, too.
     names = [*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]
@@ -92,7 +100,9 @@ def _changes(state: dict, cfg: RunConfig, options: Any, current: dict) -> tuple[
     now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
     may_change = _may_change(cfg, schemas, was, now)
-    if "data.rows" not in changed and _has_same_rates(cfg, state, current["data.examples"]):
+    length = {name: state["config"].get(name) for name in LENGTH}
+    before = dataclasses.replace(cfg, **length)
+    if "data.rows" not in changed and has_same_rates(before, cfg, current["data.examples"], state["progress"]):
         may_change |= LENGTH
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     refused = {name: text for name, text in diff.items() if name not in may_change}
@@ -122,16 +132,3 @@ def _may_change(cfg: RunConfig, schemas: tuple[type[RunConfig], type], was: dict
     if all(os.path.isabs(each["model_name_or_path"] or "") for each in (was, now)):
         names.add("model_name_or_path")  # the folder may have been moved; its configuration is compared
     return names
-
-
-def _has_same_rates(cfg: RunConfig, state: dict, examples: int) -> bool:
-    """Return True if a run of this length would have had the same learning rates in the updates so far."""
-    old, progress = state["config"], state["progress"]
-    before = dataclasses.replace(cfg, **{name: old.get(name) for name in LENGTH})
-    old_length, new_length = total_steps(before, examples), total_steps(cfg, examples)
-    if old_length == new_length:
-        return True
-    if follows_evaluations(cfg) and cfg.eval_steps and progress["evaluated"] % cfg.eval_steps:
-        return False  # it has counted the evaluation at the end, which the longer run would not have had
-    old_rate, new_rate = make_schedule(before, old_length), make_schedule(cfg, new_length)
-    return all(old_rate(update) == new_rate(update) for update in range(progress["updates"]))

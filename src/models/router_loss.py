@@ -11,7 +11,6 @@ import torch
 
 from src.config.errors import UsageError
 from src.models.config_and_tokenizer import config_value, text_config
-from src.models.cross_entropy import at_least_float32
 from src.models.model_checks import LENGTH, probing
 
 TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
@@ -35,7 +34,8 @@ def balance_losses(router_logits: tuple[torch.Tensor, ...], is_real: torch.Tenso
     Each layer's logits are (rows × width, experts); `is_real` (rows, width) is false for padding."""
     chosen = probability = 0.0
     for logits in router_logits:
-        shares = at_least_float32(logits).softmax(-1).view(*is_real.shape, -1)
+        shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # float32 or better
+        shares = shares.view(*is_real.shape, -1)
         sent = torch.zeros_like(shares).scatter(-1, shares.topk(top_k, dim=-1).indices, 1.0)
         chosen = chosen + (sent * is_real[..., None]).sum(1)
         probability = probability + (shares * is_real[..., None]).sum(1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from src.config.errors import Failure, UsageError, warn
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, evaluation_order
 from src.data.data_loader import read_batches, seed_everything
@@ -21,7 +21,7 @@ from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.runtime import console
 from src.tasks import Batch, Task
-from src.training.model_with_loss import has_few_shapes
+from src.training.training_model import has_few_shapes
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host
 
@@ -179,16 +179,6 @@ def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     with _one_thread(torch.device("cpu")):
         return run_on_main(backend.accelerator, compute)
-
-
-def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
-    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure."""
-    bad = [f"{n} is {v}" for n, v in metrics.items() if isinstance(v, float) and not np.isfinite(v)]
-    text = f"evaluation at step {step}: {', '.join(bad)}"
-    if bad and cfg.stop_on_nan_metric:
-        raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")
-    if bad:
-        warn(text)
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

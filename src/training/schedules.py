@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from src.config.addons import schedule_addon
+from src.config.addons import follows_evaluations, schedule_addon
 from src.config.errors import errors_of
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
@@ -52,3 +52,18 @@ def _factor(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
     scheduler = get_scheduler(cfg.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
     return scheduler.lr_lambdas[0]
+
+
+def has_same_rates(before: RunConfig, cfg: RunConfig, examples: int, progress: dict) -> bool:
+    """Return whether `cfg` would have had the learning rates of `before`, which differs only in its length, so far.
+
+    `progress` is what a checkpoint says of the run: its updates, and the step of its last evaluation."""
+    old_length = total_steps(before, examples)
+    new_length = total_steps(cfg, examples)
+    if old_length == new_length:
+        return True
+    if follows_evaluations(cfg) and cfg.eval_steps and progress["evaluated"] % cfg.eval_steps:
+        return False  # it has counted the evaluation at the end, which the longer run would not have had
+    old_rate = make_schedule(before, old_length)
+    new_rate = make_schedule(cfg, new_length)
+    return all(old_rate(update) == new_rate(update) for update in range(progress["updates"]))

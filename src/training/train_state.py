@@ -146,6 +146,16 @@ class TrainState:
             self.evals_without_improvement += 1
 
 
+def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
+    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure."""
+    bad = [f"{n} is {v}" for n, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)]
+    text = f"evaluation at step {step}: {', '.join(bad)}"
+    if bad and cfg.stop_on_nan_metric:
+        raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")
+    if bad:
+        warn(text)
+
+
 class Intervals:
     """Whether logging, evaluation or a save is due at the current step of `state`; the same on every rank."""
 

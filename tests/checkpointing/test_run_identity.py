@@ -14,6 +14,7 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.tasks import OPTIONS
+from src.training.schedules import has_same_rates
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
 from tests.helpers import kit
@@ -33,7 +34,7 @@ def check(
     checkpoint.mkdir(parents=True, exist_ok=True)
     state = {"config": config, "identity": then, "progress": {"updates": 8, "evaluated": evaluated}}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    return run_identity.check_same_run(checkpoint, cfg, options, known)
+    return run_identity.check_same_run(checkpoint, cfg, options, known, has_same_rates)
 
 
 def refusal(*args, **keys) -> str:

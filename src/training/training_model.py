@@ -1,0 +1,59 @@
+"""The model that is trained: built, changed by techniques, compiled; kernels of matrix products and attention.
+
+Tests: tests/training/test_step.py and tests/conformance/.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from src.config.errors import warn
+from src.config.schema import RunConfig
+from src.distributed.backends import Backend
+from src.models.compile_and_recompute import compile_and_recompute
+from src.tasks import Task
+from src.training.model_with_loss import ModelWithLoss
+
+
+def build_model(
+    cfg: RunConfig,
+    backend: Backend,
+    task: Task,
+    train_set,
+    weights: str | Path | None,
+    change_model: Callable[[ModelWithLoss, RunConfig], None],
+) -> ModelWithLoss:
+    """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
+    checkpointing as `cfg` says."""
+    choose_kernels(cfg, task, train_set, backend.accelerator.device)
+    model = ModelWithLoss(backend.build_model(task, weights), task)
+    change_model(model, cfg)
+    one_width = task.unit == "tokens" and (getattr(task.options, "packing", False) or rows_of_one_length(train_set))
+    compile_and_recompute(model.model, cfg, one_width)
+    return model
+
+
+def choose_kernels(cfg: RunConfig, task: Task, split, device: torch.device) -> None:
+    """Choose the kernels of matrix products (TF32), and of attention over the rows of `split`, in this process."""
+    if cfg.tf32:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            torch.set_float32_matmul_precision("high")
+        else:
+            warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
+    torch.backends.cuda.enable_cudnn_sdp(has_few_shapes(cfg, task, split))
+
+
+def has_few_shapes(cfg: RunConfig, task: Task, split) -> bool:
+    """Return whether micro-batches of `split` have few shapes, so that attention may be computed by cuDNN.
+
+    On Hopper and Blackwell it is torch's first choice (2.11 and later), but makes a plan for each new shape: 0.12 s
+    forward and backward on an H200, where torch's own kernels take 1 ms. These are for rows of many lengths."""
+    few = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
+    return bool(few) or rows_of_one_length(split)
+
+
+def rows_of_one_length(split) -> bool:
+    """Return whether all rows have as many tokens; False for a stream, whose rows are not known."""
+    examples, tokens, longest = (split.stats.get(name) for name in ("examples", "tokens", "longest"))
+    return bool(examples) and tokens == examples * longest
