@@ -10,7 +10,6 @@ from typing import Any
 _LOGIN = re.compile(r"https?://[^\s/?#]*@|://[^\s/?#@:\[]*:(?!:|\d+(?:[/?#]|$))\S*@", re.IGNORECASE)  # :8080/ is a port
 _SPACE = re.compile(r"[\w+.-]+://(?:[^/?#]*|[^?]*\?.*)\s")  # in the host or the query string
 _LOGIN_IN_TEXT = re.compile(r"(https?://|://(?=[^\s/?#@:]*:))[^\s/?#]*@", re.IGNORECASE)
-_CONTROL = re.compile(r"\x1b(?!\[[\d;]*[Am])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")  # keeps colors, bars
 _QUERY = re.compile(r"((?::/|\burl: /)[^\s?]*)\?\S*[^\s.,:;'\")\]}>]")  # urllib3 prints "url: /path?query"
 
 
@@ -33,11 +32,6 @@ def url_error(value: Any) -> str | None:
 def redact(text: str) -> str:
     """Return `text` with `?***` in place of the query string of each URL, and without passwords."""
     return _QUERY.sub(r"\1?***", _LOGIN_IN_TEXT.sub(r"\1***@", text)) if ":" in text else text
-
-
-def for_terminal(text: str) -> str:
-    """Return `text` redacted, with ? for what would control a terminal: names and rows may come from anywhere."""
-    return _CONTROL.sub("?", redact(text))
 
 
 def redact_all(value: Any) -> Any:

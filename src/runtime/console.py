@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from src.config.redact import for_terminal
+from src.config.redact import redact
 
 LINE_SECONDS = 10.0  # between two progress lines of the same work
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -48,7 +48,7 @@ def reroute() -> None:
 
 class _RedactingFormatter(logging.Formatter):
     def format(self, record) -> str:
-        return for_terminal(super().format(record))
+        return redact(super().format(record))
 
 
 def log_to(file: Path) -> None:
@@ -68,8 +68,7 @@ def log_to(file: Path) -> None:
 def say(text: str) -> None:
     """Print complete lines and log them."""
     log.info("%s", text)
-    # One write, because other threads print, too. Text from a model or file may contain \r.
-    print(text.replace("\r", "") + "\n", end="", flush=True)
+    print(text + "\n", end="", flush=True)  # one write, because other threads print, too
 
 
 def stamped(text: str) -> None:

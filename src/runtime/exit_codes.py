@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from src.config.errors import Failure, Stopped, UsageError
-from src.config.redact import for_terminal
+from src.config.redact import redact
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import jsonl
@@ -106,7 +106,7 @@ def _redacting(original: Callable) -> Callable:
 
     def call(*texts):
         with suppress(OSError):
-            return original(*map(for_terminal, texts))
+            return original(*map(redact, texts))
         return len(texts[0]) if texts else None
 
     return call
@@ -161,7 +161,7 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
 def _tell_launcher(message: str) -> None:
     """Write the error to the file from which torchrun quotes the first failure, as torchelastic's @record does."""
     with suppress(KeyError, OSError):  # no launcher, or its folder is full or gone
-        error = {"message": for_terminal(message), "timestamp": int(time.time())}
+        error = {"message": redact(message), "timestamp": int(time.time())}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
 
 

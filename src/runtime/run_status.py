@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, warn
-from src.config.redact import for_terminal, redact
+from src.config.redact import redact
 from src.storage import atomic_folder, jsonl
 
 EXIT_STOPPED = 75
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
         return
     status = read_status(Path(argv[0]))
     if status:
-        print(for_terminal("{}: {status}, step {step}. {reason}".format(argv[0], **status)), file=sys.stderr)
+        print("{}: {status}, step {step}. {reason}".format(argv[0], **status), file=sys.stderr)
     code = status.get("exit_code")  # a shell may evaluate it
     print(code if isinstance(code, int) else (argv[1:] or [1])[0])
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from src.config import parsing
 from src.config.errors import UsageError
-from src.config.redact import for_terminal, redact, redact_all, url_error
+from src.config.redact import redact, redact_all, url_error
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -62,13 +62,6 @@ def test_url_with_a_password_or_a_space_is_refused(url, tmp_path):
         with pytest.raises(UsageError, match=place) as refused:
             parsing.parse(argv, OPTIONS)
         assert url not in str(refused.value)
-
-
-def test_names_and_rows_do_not_control_the_terminal():
-    text = "\033[32mgreen\033[0m\tä 日 \n 40%\r"
-    assert for_terminal(text) == text
-    for control in ("\033]0;title\007", "\033[2J", "\x9b2J", "\033[6n", "\033", "\b"):
-        assert not re.search(r"[\x07\x08\x1b\x9b]", for_terminal(f"a{control}b")), control
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
