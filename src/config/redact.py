@@ -1,6 +1,6 @@
-"""URLs with secrets: refuse user and password, never print or save a query string.
+"""URLs with secrets: refuse user and password, never save a query string.
 
-The query string of a signed URL is a secret. It is used, but shown and saved as `?***`.
+The query string of a signed URL is a secret. It is used, but the files of a run and of the cache have `?***` instead.
 Tests: tests/config/test_redact.py.
 """
 
@@ -9,8 +9,7 @@ from typing import Any
 
 _LOGIN = re.compile(r"https?://[^\s/?#]*@|://[^\s/?#@:\[]*:(?!:|\d+(?:[/?#]|$))\S*@", re.IGNORECASE)  # :8080/ is a port
 _SPACE = re.compile(r"[\w+.-]+://(?:[^/?#]*|[^?]*\?.*)\s")  # in the host or the query string
-_LOGIN_IN_TEXT = re.compile(r"(https?://|://(?=[^\s/?#@:]*:))[^\s/?#]*@", re.IGNORECASE)
-_QUERY = re.compile(r"((?::/|\burl: /)[^\s?]*)\?\S*[^\s.,:;'\")\]}>]")  # urllib3 prints "url: /path?query"
+_QUERY = re.compile(r"(:/[^\s?]*)\?\S*[^\s.,:;'\")\]}>]")  # pathlib writes https:/host
 
 
 def url_error(value: Any) -> str | None:
@@ -29,18 +28,13 @@ def url_error(value: Any) -> str | None:
     return "write the spaces in the URL as %20" if _SPACE.match(value) else None
 
 
-def redact(text: str) -> str:
-    """Return `text` with `?***` in place of the query string of each URL, and without passwords."""
-    return _QUERY.sub(r"\1?***", _LOGIN_IN_TEXT.sub(r"\1***@", text)) if ":" in text else text
-
-
 def redact_all(value: Any) -> Any:
-    """Return a copy of `value` in which every string, also in nested dicts and lists, is redacted."""
+    """Return a copy of `value` with `?***` for the query string of each URL, also in nested dicts and lists."""
     if isinstance(value, dict):
-        return {redact_all(key): redact_all(v) for key, v in value.items()}
+        return {redact_all(key): redact_all(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [redact_all(v) for v in value]
-    return redact(value) if isinstance(value, str) else value
+        return [redact_all(inside) for inside in value]
+    return _QUERY.sub(r"\1?***", value) if isinstance(value, str) else value
 
 
 def was_redacted(value: Any) -> bool:

@@ -11,8 +11,6 @@ from datetime import datetime, timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from src.config.redact import redact
-
 LINE_SECONDS = 10.0  # between two progress lines of the same work
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
@@ -46,16 +44,11 @@ def reroute() -> None:
                 logger.propagate = True
 
 
-class _RedactingFormatter(logging.Formatter):
-    def format(self, record) -> str:
-        return redact(super().format(record))
-
-
 def log_to(file: Path) -> None:
     """Write the log of this process to `file` from now on, starting with the buffered messages."""
     handler = logging.FileHandler(file)
     handler.handleError = lambda record: None  # ignore a full disk: the important messages are printed, too
-    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _buffered.setTarget(handler)
     _buffered.flush()
     logging.getLogger().handlers[:] = [handler]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from src.config.errors import Failure, Stopped, UsageError
-from src.config.redact import redact
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import jsonl
@@ -92,21 +91,21 @@ def run_main(work: Callable[[list[str]], None]) -> None:
 
 
 def _prepare_output() -> None:
-    """Set up console and redaction."""
+    """Set up the console, so that nothing that is printed can end a run."""
     console.prepare()
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
-        stream.write, stream.flush = _redacting(stream.write), _redacting(stream.flush)
+        stream.write = _without_disk_errors(stream.write)
+        stream.flush = _without_disk_errors(stream.flush)
 
 
-def _redacting(original: Callable) -> Callable:
-    """Redact what is written to a stream, also by libraries. Ignore OSError: a closed pipe or a full disk must not end
-    a run."""
+def _without_disk_errors(method: Callable) -> Callable:
+    """Return a method of a stream that ignores OSError: a closed pipe or a full disk must not end a run."""
 
     def call(*texts):
         with suppress(OSError):
-            return original(*map(redact, texts))
+            return method(*texts)
         return len(texts[0]) if texts else None
 
     return call
@@ -161,7 +160,7 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
 def _tell_launcher(message: str) -> None:
     """Write the error to the file from which torchrun quotes the first failure, as torchelastic's @record does."""
     with suppress(KeyError, OSError):  # no launcher, or its folder is full or gone
-        error = {"message": redact(message), "timestamp": int(time.time())}
+        error = {"message": message, "timestamp": int(time.time())}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
 
 

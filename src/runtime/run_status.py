@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, warn
-from src.config.redact import redact
+from src.config.redact import redact_all
 from src.storage import atomic_folder, jsonl
 
 EXIT_STOPPED = 75
@@ -26,7 +26,7 @@ def write_status(
     folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
 ) -> None:
     """Write status.json. `status` is running, complete, stopped or failed; `more` holds further keys."""
-    value = {"status": status, "step": step, "exit_code": code, "reason": redact(reason), "launcher": os.getppid()}
+    value = {"status": status, "step": step, "exit_code": code, "reason": redact_all(reason), "launcher": os.getppid()}
     atomic_folder.rewrite(folder / "status.json", json.dumps(value | more | {"time": round(time.time(), 3)}) + "\n")
 
 

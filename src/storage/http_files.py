@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from src.config.errors import UsageError, errors_of, one_line, warn
-from src.config.redact import redact
+from src.config.redact import redact_all
 from src.storage import atomic_folder, jsonl
 from src.storage.cache_folder import exclusive
 from src.storage.hub import fetch_once, is_offline
@@ -119,7 +119,7 @@ def look_up(url: str, field: str) -> dict:
         raise UsageError(f"{field}: {url} is empty: remove it")
     etag = info.get("ETag") or info.get("etag") or "W/"
     return {
-        "url": redact(url),
+        "url": redact_all(url),
         "bytes": info.get("size"),
         "etag": None if etag.startswith("W/") else etag,  # different bytes may share a weak ETag
         "modified": next((str(info[name]) for name in TIMES if info.get(name)), None),

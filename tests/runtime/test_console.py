@@ -28,6 +28,19 @@ def test_lines_in_a_file(files, tmp_path):
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 
+def test_full_disk_of_the_output_does_not_end_a_run(files, tmp_path):
+    """The mutant keeps the streams as they are."""
+    flags = recipe(files, max_steps=2, logging_steps=1, output_dir="run")
+    mutant = "from src.runtime import exit_codes; exit_codes._without_disk_errors = lambda method: method; "
+    for before, code in (("", 0), (mutant, 1)):
+        program = f"{before}import train; train.run_main(train.main)"
+        command = [sys.executable, "-c", program, *flags, "--resume", "never"]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(kit.REPOSITORY)}
+        with open("/dev/full", "wb") as output:
+            done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=output, stderr=output, check=False)
+        assert done.returncode == code
+
+
 def test_a_run_without_end_has_a_last_day(capsys):
     """`max_steps: 10**12` with `time_limit`, say: Python's timedelta holds no longer time than 2.7 million years."""
     shown = console.Console(10**12, "tokens", 0)
