@@ -31,7 +31,6 @@ class Fields:
         group="data",
         above=0,
         below=1,
-        from_checkpoint=True,
     )
 
 

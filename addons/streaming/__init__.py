@@ -25,7 +25,6 @@ class Fields:
         "read training data during training instead of preparing it first; needs max_steps",
         False,
         group="data",
-        from_checkpoint=True,
     )
     stream_lanes: int | None = option(
         "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1

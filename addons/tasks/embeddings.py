@@ -44,10 +44,9 @@ class Options:
         "vector of a text: the mean over its tokens, or its first token",
         "mean",
         choices=("mean", "cls"),
-        from_checkpoint=True,
     )
-    temperature: float = option("the loss divides cosine similarities by this", 0.05, above=0, from_checkpoint=True)
-    learn_temperature: bool = option("train the temperature, from that value", False, from_checkpoint=True)
+    temperature: float = option("the loss divides cosine similarities by this", 0.05, above=0)
+    learn_temperature: bool = option("train the temperature, from that value", False)
 
 
 class Task(BatchLossTask):

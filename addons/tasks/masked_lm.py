@@ -40,7 +40,6 @@ class Options(CrossEntropy):
         0.15,
         above=0,
         max=1,
-        from_checkpoint=True,
     )
 
 

@@ -22,6 +22,7 @@ class Fields:
         False,
         group="checkpoints",
         may_change_on_resume=True,
+        from_checkpoint=False,  # it publishes
     )
     hub_model_id: str | None = option(
         "repository for push_to_hub (default: your account and the name of the run folder)", may_change_on_resume=True

@@ -15,14 +15,16 @@ from src.checkpointing.checkpoint_folder import newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
-from src.config.fields import ASK
-from src.config.paths import REPOSITORY, locate, path_of_flag, read_yaml
+from src.config.fields import Source, declared_options, is_from_checkpoint
+from src.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from src.config.schema import RunConfig
 from src.models.config_and_tokenizer import refuse_adapter
 from src.storage import verify_hashes
 from src.storage.git_lfs import refuse_pointers_of_model
 from src.tasks import OPTIONS
 
+# Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
+ONLY_BY_FLAG = ("trust_remote_code", "cache_dir")
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
 
 
@@ -88,7 +90,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     """Return (flags without --checkpoint, values from the checkpoint's configuration, step of its weights).
 
     A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
-    use only fields that `from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
+    take only what `is_from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")
     parsed, argv = parser.parse_known_args(argv)
@@ -109,27 +111,32 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
             f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
             "--validation_file or --dataset_name"
         )
-    values = _without_replaced_data(_harmless_values(config, given), given)
+    values = _without_replaced_data(_values_to_take(config, given), given)
     return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
 
 
-def _harmless_values(config: dict, given: set[str]) -> dict:
-    """Return the values that an evaluation may take from a checkpoint; for each refused value warn with its flag."""
-    task, taken = config.get("task", RunConfig.task), {}
+def _values_to_take(config: dict, given: set[str]) -> dict:
+    """Return the values that an evaluation takes from a checkpoint; name the flag of each other one that it may need."""
+    task = config.get("task", RunConfig.task)
     if not isinstance(task, str) or task not in OPTIONS:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
-    for schema, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
-        defaults = dataclasses.asdict(schema())
-        for field in dataclasses.fields(schema):
-            value = config.get(field.name)
-            if field.name in given or value is None or value == defaults[field.name]:
+    options = OPTIONS[task]()
+    taken = {}
+    for kind in (config_type(config), options):
+        defaults = dataclasses.asdict(kind())
+        for name, rules in declared_options(kind).items():
+            value = config.get(name)
+            if name in given or value is None or value == defaults[name]:
                 continue
-            rule = field.metadata["option"].from_checkpoint
-            rule = default_rule if rule is None else rule
-            if rule is True or (callable(rule) and rule(value)):
-                taken[field.name] = value
-            elif rule is not False:
-                warn(f"{field.name} is not taken from a checkpoint; to use it, give --{field.name} {_as_flag(value)}")
+            if is_from_checkpoint(kind, name):
+                names_data = rules.is_path or rules.values is Source
+                needs_flag = names_data and not plain_data(value)  # of a store that may run code
+                if not needs_flag:
+                    taken[name] = value
+            else:
+                needs_flag = name in ONLY_BY_FLAG or (kind is options and rules.from_checkpoint is None)
+            if needs_flag:
+                warn(f"{name} is not taken from a checkpoint; to use it, give --{name} {_as_flag(value)}")
     return taken
 
 

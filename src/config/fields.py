@@ -6,10 +6,9 @@ Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tes
 import dataclasses
 import json
 import operator
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, reduce
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -30,9 +29,9 @@ from typing_extensions import TypedDict
 from src.config.errors import did_you_mean, one_line
 from src.config.paths import Loader, check_length, expand
 
-ASK = "ask"
 AS_GIVEN = "as given"
 Auto = Literal["auto"]
+NUMBERS = (int, float, bool, NoneType)  # the types of values that a checkpoint may choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +48,10 @@ class Option:
     # True if a resumed run may change this field: the results do not depend on the field, or resume compares what it
     # determines (content of model and data, past learning rates). Resume refuses to change any other field.
     may_change_on_resume: bool = False
-    # True if `eval.py --checkpoint` uses the value recorded in the checkpoint; a function accepts only safe values.
-    # A checkpoint may be untrusted, so never True for a field that runs code or names a folder to write to. With ASK,
-    # eval.py ignores the value and names the flag to give. None: ASK for a task's option, False for a RunConfig field.
-    from_checkpoint: bool | str | Callable[[Any], bool] | None = None
+    # Whether `eval.py --checkpoint` takes the value of the checkpoint, which may be anyone's. None: a number, a bool or a
+    # choice, yes; a text, a list or a mapping, no (of a task, eval.py names the flag to give). Never True for a text
+    # that names a folder to write to. False: never, without a word.
+    from_checkpoint: bool | None = None
     may_be_empty: bool = False  # True if --flag "" is a valid value
     # May name a local file or folder, so ~ and $NAME are expanded. With True, config.yaml records the absolute path; with
     # AS_GIVEN, the name: of an output, and of what a resumed run compares by its name.
@@ -70,7 +69,7 @@ def option(help: str, default: Any = None, **rules) -> Any:
 
 def max_length_option(help: str) -> Any:
     """Declare `max_length` of a task: the tokens of a row."""
-    return option(f"{help} (default: the model's limit, at most 1024)", min=2, from_checkpoint=True)
+    return option(f"{help} (default: the model's limit, at most 1024)", min=2)
 
 
 def declared_options(kind: type) -> dict[str, Option]:
@@ -197,6 +196,18 @@ def json_schema(kind: type) -> dict[str, dict]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def is_from_checkpoint(kind: type, name: str) -> bool:
+    """Return whether eval.py takes the field `name` of a dataclass from a checkpoint, which may be anyone's.
+
+    A number, a bool or a choice cannot name a file or code; a text, a list or a mapping has to be declared harmless."""
+    rules = declared_options(kind)[name]
+    if rules.from_checkpoint is not None:
+        return rules.from_checkpoint
+    type_ = field_types(kind)[name]
+    parts = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+    return bool(rules.choices) or all(part in NUMBERS or get_origin(part) is Literal for part in parts)
 
 
 def read_words(kind: type, name: str, words: list[str]) -> Any:

@@ -9,8 +9,8 @@ from functools import partial
 from types import ModuleType
 from typing import ClassVar
 
-from src.config.fields import AS_GIVEN, ASK, Auto, GroupFields, Source, declared_options, option
-from src.config.paths import REPOSITORY, plain_data, plain_name
+from src.config.fields import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
+from src.config.paths import REPOSITORY
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
@@ -37,9 +37,7 @@ class RunConfig:
         "run folder (default: runs/ and the name of the run file; a new one for another configuration)",
         is_path=AS_GIVEN,
     )
-    seed: int = option(
-        "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
-    )
+    seed: int = option("the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1)
     resume: str = changeable(
         "auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder", "auto", is_path=AS_GIVEN
     )
@@ -60,22 +58,20 @@ class RunConfig:
         "folder of a run, checkpoint or final model: the initial weights of this run", is_path=True
     )
     tokenizer_name: str | None = changeable("Hub id or folder of the tokenizer (default: the model's)", is_path=True)
-    dtype: str = option(
-        "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
-    )
+    dtype: str = option("dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"))
     attn_implementation: str | None = changeable(
         "sdpa, eager, flex_attention, varlen, … (default: chosen by transformers; varlen for packed rows on a GPU in 16 bits)",
-        from_checkpoint=plain_name,
+        from_checkpoint=True,
     )
     trust_remote_code: bool = changeable(
-        "run Python code of a model, tokenizer, metric or kernel", False, from_checkpoint=ASK
+        "run Python code of a model, tokenizer, metric or kernel", False, from_checkpoint=False
     )
 
     dataset_name: str | None = changeable(
         "Hub id or folder of a dataset, or a sample that a file of samples/ makes, such as stdlib_code",
         group="data",
         is_path=True,
-        from_checkpoint=plain_data,
+        from_checkpoint=True,
     )
     dataset_config_name: str | None = changeable("configuration (subset) of the Hub dataset", from_checkpoint=True)
     dataset_revision: str | None = changeable(
@@ -86,21 +82,25 @@ class RunConfig:
         "training data: paths, globs or URLs of jsonl, json, csv, parquet, txt or arrow files",
         [],
         is_path=True,
-        from_checkpoint=plain_data,
+        from_checkpoint=True,
     )
     validation_file: list[str] = changeable(
-        "evaluation data, in the same formats", [], is_path=True, from_checkpoint=plain_data
+        "evaluation data, in the same formats", [], is_path=True, from_checkpoint=True
     )
     mixture: dict | None = changeable(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
         "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
         values=Source,
-        from_checkpoint=plain_data,
+        from_checkpoint=True,
     )
     cache_dir: str | None = changeable(
-        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)", is_path=AS_GIVEN, from_checkpoint=ASK
+        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)", is_path=AS_GIVEN
     )
-    cache_per_node: bool = changeable("give each node its own folder in cache_dir instead of sharing one", False)
+    cache_per_node: bool = changeable(
+        "give each node its own folder in cache_dir instead of sharing one",
+        False,
+        from_checkpoint=False,  # it says where files are written
+    )
     preprocessing_num_workers: int = changeable("processes per rank that prepare data", 1, min=1, max=256)
 
     global_batch_size: int = option(
@@ -108,7 +108,6 @@ class RunConfig:
         32,
         group="batch",
         min=1,
-        from_checkpoint=True,  # eval.py computes a loss over the whole batch on blocks of this size
     )
     per_device_batch_size: int | Auto = changeable(
         "examples per forward pass, or auto (as many as fit in memory); sets gradient accumulation; "
@@ -119,13 +118,10 @@ class RunConfig:
     per_device_batch_tokens: int | None = changeable(
         "tokens per forward pass, padding included, instead of per_device_batch_size", min=1
     )
-    per_device_eval_batch_size: int = changeable(
-        "examples per forward pass in evaluation", 8, min=1, from_checkpoint=True
-    )
+    per_device_eval_batch_size: int = changeable("examples per forward pass in evaluation", 8, min=1)
     pad_to_multiple_of: int | None = option(
         "pad rows to a multiple of this many tokens, for compile; changes dropout masks (default: 1)",
         min=1,
-        from_checkpoint=True,
     )
 
     optim: str = option(
@@ -160,6 +156,7 @@ class RunConfig:
         "schedule of transformers or of addons/schedules/, evaluated at the number of completed updates",
         "linear",
         choices=SCHEDULES,
+        from_checkpoint=False,  # another copy may have other schedules
     )
     lr_scheduler_kwargs: dict | None = option('further arguments of the schedule, e.g. {"min_lr": 1e-5}')
     warmup_steps: float = option("warmup steps; below 1: a fraction of all steps", 0.0, min=0)
@@ -169,7 +166,7 @@ class RunConfig:
         "steps between evaluations (default: only at the end)", group="evaluation", min=1
     )
     max_eval_examples: int | None = option(
-        "evaluate only on this many rows from the start of each dataset (default: all)", min=1, from_checkpoint=True
+        "evaluate only on this many rows from the start of each dataset (default: all)", min=1
     )
     metric_for_best_model: str | None = changeable(
         "evaluation metric that chooses the checkpoint of final/ (default: the last step)"
@@ -199,16 +196,19 @@ class RunConfig:
     project: str | None = changeable("project name in trackers (default: WANDB_PROJECT, else the repository folder)")
     run_name: str | None = changeable("run name in trackers (default: the run folder)")
 
-    compile: bool = changeable("compile the layers of the model with torch.compile", False, group="performance")
+    compile: bool = changeable(
+        "compile the layers of the model with torch.compile",
+        False,
+        group="performance",
+        from_checkpoint=False,  # eval.py compiles no layers
+    )
     gradient_checkpointing: bool = changeable(
         "recompute activations in the backward pass: far less memory, a third slower", False
     )
     profile_steps: list[int] = changeable(
         "first and last step to profile on rank 0: RUN/profile/ gets a table of operations and a trace", []
     )
-    tf32: bool = changeable(
-        "compute float32 matrix products in TF32: faster, 10 bits of mantissa", False, from_checkpoint=True
-    )
+    tf32: bool = changeable("compute float32 matrix products in TF32: faster, 10 bits of mantissa", False)
     sync_each_batch: bool | None = changeable(
         "reduce gradients after every micro-batch: more traffic, less memory (default: only FSDP and ZeRO-2/3)"
     )
@@ -216,7 +216,9 @@ class RunConfig:
         "send compressed gradients in DDP; results then depend on the number of processes", "no", choices=COMM_HOOKS
     )
     ddp_find_unused_parameters: bool = changeable(
-        "allow parameters that only some rows use (DDP and FSDP2); each step then searches for them", False
+        "allow parameters that only some rows use (DDP and FSDP2); each step then searches for them",
+        False,
+        from_checkpoint=False,  # the backend of an evaluation may refuse it
     )
     ddp_timeout: int = changeable("seconds a collective may wait", 600, min=1, max=10**7)
     dataloader_num_workers: int = changeable(

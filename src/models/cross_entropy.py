@@ -18,8 +18,6 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.text.tokenize_and_pack import IGNORED
 
-TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
-
 
 @dataclass
 class CrossEntropy:
@@ -31,13 +29,13 @@ class CrossEntropy:
     ClassCrossEntropy."""
 
     label_smoothing_factor: float = option(
-        "probability spread over all classes, in the training loss only", 0.0, min=0, below=1, **TRAINING
+        "probability spread over all classes, in the training loss only", 0.0, min=0, below=1
     )
     z_loss: float = option(
-        "weight of (log of the softmax's denominator)² in the training loss, such as 1e-4", 0.0, min=0, **TRAINING
+        "weight of (log of the softmax's denominator)² in the training loss, such as 1e-4", 0.0, min=0
     )
     focal_gamma: float = option(
-        "the training loss of a target is times (1 − its probability) to this power", 0.0, min=0, **TRAINING
+        "the training loss of a target is times (1 − its probability) to this power", 0.0, min=0
     )
 
     @property
@@ -99,7 +97,7 @@ class ClassCrossEntropy(CrossEntropy):
         "weight of each class in the training loss, in the order of the model's labels, or balanced: examples / (classes × "
         "examples of the class); the mean is weighted, too",
         [],
-        **TRAINING,
+        from_checkpoint=False,  # an evaluation does not use it
     )
 
     @property
@@ -165,7 +163,6 @@ def r_drop_option() -> float:
         "R-Drop: run every row twice with different dropout; weight of the divergence of both predictions; 0: once",
         0.0,
         min=0,
-        from_checkpoint=False,
     )
 
 

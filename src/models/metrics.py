@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from src.config.addons import addon_names, load_addon
+from src.config.addons import load_addon
 
 ADDON = ("metrics", "evaluate")  # room and name
 
@@ -41,11 +41,6 @@ def ranks(values) -> np.ndarray:
 
 
 BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
-
-
-def all_of_this_repository(names) -> bool:
-    """Return True for a list of metrics that run no foreign code, so that a checkpoint may name them."""
-    return isinstance(names, list) and set(names) <= {"none", *BUILT_IN, *addon_names("/".join(ADDON))}
 
 
 def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:

@@ -39,37 +39,34 @@ from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
 from src.text.tokenize_and_pack import IGNORED, document_lengths, pack, packed_positions, padded_length
 
-SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
-
 
 @dataclass
 class Options(CrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = max_length_option("tokens per row; longer rows are truncated")
-    packing: bool = option(
-        "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
-    )
+    packing: bool = option("pack documents into full rows; attention never crosses documents", False)
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     router_aux_loss_coef: float | None = option(
         "weight of the load-balancing loss of a mixture of experts, computed row by row (default: the model's own if its "
         "output_router_logits is true, else 0)",
         min=0,
-        from_checkpoint=True,
     )
     append_eos: bool = option(
         "end every document with the tokenizer's end-of-text token; of a chat, the template decides",
         True,
-        from_checkpoint=True,
     )
     # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
     )
     sample_prompt: str | None = option(
-        "after training, generate text from this prompt and print it (default: no sample)", may_be_empty=True, **SAMPLE
+        "after training, generate text from this prompt and print it (default: no sample)",
+        may_be_empty=True,
+        may_change_on_resume=True,
+        from_checkpoint=False,
     )
-    sample_tokens: int = option("tokens to generate from sample_prompt", 120, min=1, **SAMPLE)
+    sample_tokens: int = option("tokens to generate from sample_prompt", 120, min=1, may_change_on_resume=True)
 
 
 class Task(base.Task):

@@ -15,7 +15,7 @@ from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_text_encoder
-from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
+from src.models.metrics import check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
@@ -31,14 +31,14 @@ class Options(cross_entropy.ClassCrossEntropy):
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)
-    regression: bool = option("predict a number: squared error, mse, mae", False, from_checkpoint=True)
+    regression: bool = option("predict a number: squared error, mse, mae", False)
     metrics: list[str] = option(
         "further metrics: f1 (mean over classes), pearson, spearman; files of addons/metrics/evaluate/; Hub names or "
         "script paths (code: needs trust_remote_code); or none (default: f1, or pearson and spearman with regression)",
         [],
         is_path=AS_GIVEN,
         may_change_on_resume=True,
-        from_checkpoint=all_of_this_repository,
+        from_checkpoint=True,
     )
     r_drop_alpha: float = cross_entropy.r_drop_option()
 

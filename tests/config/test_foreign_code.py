@@ -3,17 +3,23 @@
 import json
 import shutil
 import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
+from src.checkpointing import locate_weights
 from src.checkpointing.locate_weights import evaluation_args
 from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.config.fields import declared_options, is_from_checkpoint, option
+from src.config.schema import RunConfig
 from src.models.config_and_tokenizer import load_tokenizer
+from src.models.metrics import check_metrics
 from src.storage import verify_hashes
-from src.tasks import OPTIONS, make_task
+from src.tasks import OPTIONS, causal_lm, make_task
 from tests.helpers import kit
 
 EVIL = {
@@ -25,7 +31,7 @@ EVIL = {
     "init_from": "/evil/run",
     "tokenizer_name": "evil/tokenizer",
     "model_name_or_path": "evil/model",
-    "attn_implementation": "evil/kernel",
+    "optim": "evil.Optimizer",
     "chat_template": "/evil/template",
     "techniques": {"evil": None},
 }
@@ -90,9 +96,58 @@ def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
     assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
     assert (cfg.output_dir, step) == (str(run), 3)
     warnings = capsys.readouterr().err
-    for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
+    for flag in ("--trust_remote_code true", "--cache_dir /evil/cache"):
         assert flag in warnings
     assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[0].trust_remote_code
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_new_text_option_needs_from_checkpoint(run, capsys, monkeypatch, mutant):
+    """Two texts and a number of a fork. The mutant takes every field, whatever its type."""
+
+    @dataclass
+    class Options(causal_lm.Options):
+        script: str = option("a new text", "none")
+        column: str = option("a new text that is declared harmless", "none", from_checkpoint=True)
+        count: int = option("a new number", 1)
+
+    monkeypatch.setitem(OPTIONS, "causal_lm", lambda: Options)
+    if mutant:
+        monkeypatch.setattr(locate_weights, "is_from_checkpoint", lambda kind, name: True)
+    claim(run / CHECKPOINT, script="/evil/script", column="of the run", count=2)
+    options = parse_evaluation("--checkpoint", run / CHECKPOINT)[1]
+    assert (options.column, options.count) == ("of the run", 2)
+    assert options.script == ("/evil/script" if mutant else "none")
+    assert ("--script /evil/script" in capsys.readouterr().err) != mutant
+    assert parse_evaluation("--checkpoint", run / CHECKPOINT, "--script", "mine")[1].script == "mine"
+
+
+def test_numbers_bools_and_choices_may_come_from_a_checkpoint():
+    @dataclass
+    class Fields:
+        integer: int = option("", 1)
+        number: float | None = option("")
+        flag: bool = option("", False)
+        choice: str = option("", "a", choices=("a", "b"))
+        number_or_word: int | Literal["auto"] = option("", 1)
+        text: str = option("", "a")
+        text_or_number: str | int | None = option("")
+        texts: list[str] = option("", [])
+        numbers: list[float] = option("", [])
+        mapping: dict | None = option("")
+        harmless: str = option("", "a", from_checkpoint=True)
+        code: bool = option("", False, from_checkpoint=False)
+
+    taken = {name for name in declared_options(Fields) if is_from_checkpoint(Fields, name)}
+    assert taken == {"integer", "number", "flag", "choice", "number_or_word", "harmless"}
+    may_run_code_or_write = ("trust_remote_code", "cache_dir", "cache_per_node", "output_dir", "report_to")
+    assert not any(is_from_checkpoint(RunConfig, name) for name in may_run_code_or_write)
+
+
+def test_number_of_a_checkpoint_is_no_text(run):
+    claim(run / CHECKPOINT, max_eval_examples="/evil/file")
+    with pytest.raises(UsageError, match="max_eval_examples: '/evil/file'"):
+        parse_evaluation("--checkpoint", run / CHECKPOINT)
 
 
 @pytest.mark.parametrize("name", ["validation_file", "dataset_name"])
@@ -150,22 +205,25 @@ def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, values, taken",
-    [
-        ("validation_file", ["https://h/x.jsonl::local://y"], []),  # stores that run code
-        ("validation_file", ["local:///x.jsonl"], []),
-        ("metrics", ["./f1"], []),
-        ("metrics", ["f1", "none"], ["f1", "none"]),  # of this repository
-    ],
-)
-def test_only_plain_names_are_taken_from_a_checkpoint(run, capsys, name, values, taken):
-    task = "text_classification" if name == "metrics" else "causal_lm"
-    kit.need_task(task)
-    checkpoint = claim(run / CHECKPOINT, task=task, **{name: values})
-    cfg, options, _ = parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")
-    assert (vars(cfg) | vars(options))[name] == taken
-    assert (f"--{name} {values[0]}" in capsys.readouterr().err) == (not taken)
+@pytest.mark.parametrize("file", ["https://h/x.jsonl::local://y", "local:///x.jsonl"])  # stores that run code
+@pytest.mark.parametrize("name", ["validation_file", "mixture"])
+def test_checkpoint_may_name_only_plain_data(run, capsys, name, file):
+    value = [file] if name == "validation_file" else {"a": {"train_file": file}, "b": {"train_file": "b.jsonl"}}
+    claim(run / CHECKPOINT, **{name: value})
+    cfg = parse_evaluation("--checkpoint", run / CHECKPOINT)[0]
+    assert file not in json.dumps(vars(cfg))
+    assert f"to use it, give --{name}" in capsys.readouterr().err
+
+
+def test_metrics_and_kernels_of_a_checkpoint_run_no_foreign_code(run):
+    kit.need_task("text_classification")
+    claim(run / CHECKPOINT, task="text_classification", metrics=["f1", "none"], attn_implementation="evil/kernel")
+    cfg, options, _ = parse_evaluation("--checkpoint", run / CHECKPOINT)
+    assert options.metrics == ["f1", "none"]
+    with pytest.raises(UsageError, match=r"attn_implementation is evil/kernel.*--trust_remote_code true"):
+        validation.check(cfg, options, training=False)
+    with pytest.raises(UsageError, match=r"metrics.*trust_remote_code"):
+        check_metrics(["./f1"], cfg.trust_remote_code)
 
 
 # ---- models and data -------------------------------------------------------------------------------------------------

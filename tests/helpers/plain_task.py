@@ -67,11 +67,11 @@ class Taught(torch.nn.Module):
 
 @dataclass
 class Options:
-    width: int = option("width of the layers", 16, min=1, from_checkpoint=True)
-    norm: bool = option("batch norm in each block", False, from_checkpoint=True)
-    tied: bool = option("the first and the last block share a weight", False, from_checkpoint=True)
-    unused: bool = option("a layer that the loss does not use", False, from_checkpoint=True)
-    teacher: bool = option("train against a frozen random teacher as well", False, from_checkpoint=True)
+    width: int = option("width of the layers", 16, min=1)
+    norm: bool = option("batch norm in each block", False)
+    tied: bool = option("the first and the last block share a weight", False)
+    unused: bool = option("a layer that the loss does not use", False)
+    teacher: bool = option("train against a frozen random teacher as well", False)
 
 
 class Task(base.Task):

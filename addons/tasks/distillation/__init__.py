@@ -12,7 +12,6 @@ from addons.tasks.distillation.frozen_teacher import TaughtTask
 from addons.tasks.distillation.token_terms import distillation_terms
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.config.paths import plain_data
 from src.tasks import causal_lm
 from src.text.tokenize_and_pack import IGNORED
 
@@ -24,18 +23,14 @@ class Options(causal_lm.Options):
         "Hub id, folder or run of the teacher, which has the student's vocabulary",
         is_path=True,
         may_change_on_resume=True,
-        from_checkpoint=plain_data,
+        from_checkpoint=True,
     )
     teacher_revision: str | None = option(
         "branch, tag or commit of a Hub teacher (default: main); of a folder the hash of its weights, filled in",
         from_checkpoint=True,
     )
-    distillation_alpha: float = option(
-        "share of the teacher in the loss; the rest is cross-entropy", 0.5, min=0, max=1, from_checkpoint=True
-    )
-    distillation_temperature: float = option(
-        "divides the logits of both models in the teacher's share", 2.0, above=0, from_checkpoint=True
-    )
+    distillation_alpha: float = option("share of the teacher in the loss; the rest is cross-entropy", 0.5, min=0, max=1)
+    distillation_temperature: float = option("divides the logits of both models in the teacher's share", 2.0, above=0)
 
     def check(self) -> list[str]:
         if not self.is_plain_loss:

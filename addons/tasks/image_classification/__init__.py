@@ -13,7 +13,6 @@ import torch
 from addons.tasks.image_classification import augmentation
 from addons.tasks.image_classification.decoding import open_image, read_image
 from addons.tasks.image_classification.image_processor import (
-    TRAINING,
     ImageOptions,
     normalize,
     read_image_processor,
@@ -25,7 +24,7 @@ from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.config_and_tokenizer import load_config
 from src.models.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
-from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
+from src.models.metrics import check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, require_one_label, set_labels
@@ -41,18 +40,14 @@ class Options(ImageOptions):
     needs_model = True  # model_name_or_path or model_config
 
     label_column: str = option("column of the label", "label", from_checkpoint=True)
-    random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1, **TRAINING)
-    rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0, **TRAINING)
+    random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1)
+    rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0)
     rand_augment_strength: float = option(
-        "strength of each RandAugment operation, 0 to 1; the paper's 9 of 30 is 0.3", 0.3, min=0, max=1, **TRAINING
+        "strength of each RandAugment operation, 0 to 1; the paper's 9 of 30 is 0.3", 0.3, min=0, max=1
     )
-    cutout: float = option(
-        "CutOut: side of an erased square, as a share of the image's; 0: none", 0.0, min=0, max=1, **TRAINING
-    )
-    mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
-    cutmix: float = option(
-        "paste parts of other images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING
-    )
+    cutout: float = option("CutOut: side of an erased square, as a share of the image's; 0: none", 0.0, min=0, max=1)
+    mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0)
+    cutmix: float = option("paste parts of other images; parameter of the Beta distribution; 0: never", 0.0, min=0)
     r_drop_alpha: float = r_drop_option()
     metrics: list[str] = option(
         "metrics besides accuracy: f1 (mean over classes); files of addons/metrics/evaluate/; Hub names or script "
@@ -60,7 +55,7 @@ class Options(ImageOptions):
         ["f1"],
         is_path=AS_GIVEN,
         may_change_on_resume=True,
-        from_checkpoint=all_of_this_repository,
+        from_checkpoint=True,
     )
 
 

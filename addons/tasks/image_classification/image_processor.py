@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FILE = "preprocessor_config.json"
 BILINEAR, BICUBIC = 2, 3
 DEFAULT_SIZE = 224
-TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 NOT_DONE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_reduce_labels")  # of some models
 
 
@@ -35,7 +34,7 @@ class ImageOptions(ClassCrossEntropy):
 
     image_column: str = option("column of the image", "image", from_checkpoint=True)
     image_size: int | None = option(
-        "height and width of the input, in pixels (default: the model's, or the image's)", min=1, from_checkpoint=True
+        "height and width of the input, in pixels (default: the model's, or the image's)", min=1
     )
     image_mean: list[float] = option(
         "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
@@ -43,7 +42,7 @@ class ImageOptions(ClassCrossEntropy):
     image_std: list[float] = option(
         "standard deviation of each channel (default: the model's)", [], from_checkpoint=True
     )
-    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1)
 
 
 @dataclass

@@ -19,7 +19,6 @@ from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
 from src.config.fields import AS_GIVEN, max_length_option, option
-from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import Scored
 from src.tasks.base import Batch
 from src.text.tokenize_and_pack import IGNORED, padded_length
@@ -28,32 +27,28 @@ from src.text.tokenize_and_pack import IGNORED, padded_length
 @dataclass
 class Options:
     max_length: int | None = max_length_option("tokens of prompt and completion; longer ones are truncated")
-    append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True, from_checkpoint=True)
+    append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True)
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
     )
-    beta: float = option(
-        "scale of the log-ratios: higher keeps the model nearer to the reference", 0.1, above=0, from_checkpoint=True
-    )
+    beta: float = option("scale of the log-ratios: higher keeps the model nearer to the reference", 0.1, above=0)
     preference_loss: str = option(
         "sigmoid (DPO) or ipo ((log-ratio difference − 1 / (2 beta))², of whole completions, not by token as TRL)",
         "sigmoid",
         choices=("sigmoid", "ipo"),
-        from_checkpoint=True,
     )
     label_smoothing: float = option(
         "share of pairs that are assumed to be the wrong way round (sigmoid)",
         0.0,
         min=0,
         below=0.5,
-        from_checkpoint=True,
     )
     # may_change_on_resume, because reference_revision tells whether the weights are the same.
     reference_name_or_path: str | None = option(
         "Hub id, folder or run of the frozen reference (default: the weights that this run begins with)",
         is_path=True,
         may_change_on_resume=True,
-        from_checkpoint=plain_data,
+        from_checkpoint=True,
     )
     reference_revision: str | None = option(
         "branch, tag or commit of a Hub reference (default: main); of a folder the hash of its weights, filled in",

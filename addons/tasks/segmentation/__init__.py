@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from addons.tasks.image_classification import decoding
 from addons.tasks.image_classification.decoding import open_image, read_image
-from addons.tasks.image_classification.image_processor import TRAINING, ImageOptions, normalize, read_image_processor
+from addons.tasks.image_classification.image_processor import ImageOptions, normalize, read_image_processor
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from src.config.errors import UsageError
@@ -36,16 +36,15 @@ NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may b
 @dataclass
 class Options(ImageOptions):
     class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
-    num_classes: int | None = option("number of classes, if they have no names", min=2, from_checkpoint=True)
-    ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255, from_checkpoint=True)
+    num_classes: int | None = option("number of classes, if they have no names", min=2)
+    ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255)
     label_column: str = option("column of the image of class ids", "label", from_checkpoint=True)
     unet_widths: list[int] = option("channels of each level of the U-Net", [16, 32, 64], from_checkpoint=True)
-    random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1, **TRAINING)
+    random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1)
     dice_loss: float = option(
         "weight of 1 − the soft Dice coefficient of each image, averaged by labeled pixels, in the training loss",
         0.0,
         min=0,
-        **TRAINING,
     )
 
 

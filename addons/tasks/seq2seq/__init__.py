@@ -20,7 +20,7 @@ from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
 from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from src.models.cross_entropy import CrossEntropy
-from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
+from src.models.metrics import check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
@@ -33,9 +33,8 @@ class Options(CrossEntropy):
     max_source_length: int | None = option(
         "tokens per source; longer ones are truncated (default: 1024, or the model's limit)",
         min=1,
-        from_checkpoint=True,
     )
-    max_target_length: int = option("tokens per target; longer ones are truncated", 128, min=2, from_checkpoint=True)
+    max_target_length: int = option("tokens per target; longer ones are truncated", 128, min=2)
     source_column: str = option("column of the source text", "source", from_checkpoint=True)
     target_column: str = option("column of the target text", "target", from_checkpoint=True)
     source_prefix: str = option(
@@ -47,18 +46,15 @@ class Options(CrossEntropy):
         ["exact_match"],
         is_path=AS_GIVEN,
         may_change_on_resume=True,
-        from_checkpoint=all_of_this_repository,
+        from_checkpoint=True,
     )
     max_new_tokens: int | None = option(
         "tokens to generate at most (default: max_target_length)",
         min=1,
         may_change_on_resume=True,
-        from_checkpoint=True,
     )
-    num_beams: int = option("beams of the search", 1, min=1, may_change_on_resume=True, from_checkpoint=True)
-    do_sample: bool = option(
-        "draw tokens at random, seeded by the micro-batch", False, may_change_on_resume=True, from_checkpoint=True
-    )
+    num_beams: int = option("beams of the search", 1, min=1, may_change_on_resume=True)
+    do_sample: bool = option("draw tokens at random, seeded by the micro-batch", False, may_change_on_resume=True)
     sample_prompt: str | None = option(
         "after training, generate a text from this source and print it (default: no sample)",
         may_be_empty=True,
