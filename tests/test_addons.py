@@ -1,5 +1,6 @@
 """The core knows no add-on by name, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,9 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from src.config.add_on import AddOn
+from src.config.addons import addon_class, addons_with_fields
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from tests.helpers import kit
 
 # Each lists a folder, and imports the files that a run file names.
@@ -41,6 +47,60 @@ def test_core_names_no_addon_and_only_the_lists_import_what_they_find():
 )
 def test_mutant_import_is_caught(mutant):
     assert len(named_in(f'"""Docstrings may name addons.tasks.seq2seq."""\n{mutant}\n')) == 1
+
+
+# ---- the class AddOn ----------------------------------------------------------------------------------------------------
+
+WITH_FIELDS = ["adapters/peft", "data/curriculum", "data/held_out", "data/row_weights", "data/size_warmups"]
+WITH_FIELDS += ["models/stochastic_depth", "techniques", "tools/hub_upload"]
+PUBLIC = {name for name in vars(AddOn) if not name.startswith("_")}
+
+
+def test_every_method_of_addon_is_defined_and_called():
+    for name in WITH_FIELDS:
+        kit.need_addon(name)
+    defined = set().union(*(vars(kind) for kind in addons_with_fields()))
+    core = "".join(path.read_text() for path in (kit.REPOSITORY / "src").rglob("*.py"))
+    assert PUBLIC - defined == set()
+    assert {name for name in PUBLIC if not re.search(rf"\b(each|addon)\.{name}\b", core)} == set()
+
+
+def test_addon_has_a_docstring_for_each_method():
+    assert [name for name in PUBLIC if callable(getattr(AddOn, name)) and not getattr(AddOn, name).__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("chnge_config", "did you mean change_config"), ("Errors", "did you mean errors"), ("helper", "begins with _")],
+)
+def test_misspelled_method_is_refused(name, words, tmp_path):
+    """With its file, its class and the name that is meant; functions found by a string would never be called."""
+    assert addon_class(module_with("change_config", tmp_path)).__name__ == "Mine"
+    with pytest.raises(UsageError, match=rf"mine: Mine has `{name}`.*{words}"):
+        addon_class(module_with(name, tmp_path))
+
+
+def module_with(name: str, folder: Path) -> ModuleType:
+    """Return a module with an add-on that has the method `name`."""
+    text = "from src.config.add_on import AddOn\nfrom src.config.fields import option\n"
+    text += "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Mine(AddOn):\n"
+    text += f'    mine: bool = option("", False)\n\n    def {name}(self, cfg, config):\n        "As AddOn."\n'
+    (folder / "mine.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("mine", folder / "mine.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mine"] = module  # dataclasses look it up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["mine"]
+    return module
+
+
+def test_replacing_methods_of_addon_leave_it_to_the_core():
+    each, cfg = AddOn(), RunConfig()
+    assert [each.find_sources(cfg, "train"), each.fetch_source(1, cfg), each.open_source(cfg, 1, 1)] == [None] * 3
+    assert [each.step_sizes(cfg, 1), each.make_techniques(cfg)] == [None] * 2
+    assert (each.change_plan(1, cfg, 1, 1), each.change_rows(1, [], 1)) == (1, [])
 
 
 # ---- without addons/ -----------------------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from src.checkpointing.locate_weights import locate_weights
 from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
+from src.config.add_on import AddOn
 from src.config.errors import UsageError, errors_of
 from src.config.fields import option
 from src.config.paths import locate
-from src.models.build_model import ADAPTER, adapter_files
 from src.training.model_with_loss import ModelWithLoss, tied_names
 
+ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
 # peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
@@ -36,38 +37,20 @@ REFUSED_OPTIONS = {
 INITIAL = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base model as it is
 
 
-@dataclass(frozen=True)
-class Fields:
-    peft: dict | None = option(
-        "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
-        "are those of the package peft (docs/techniques.md)",
-        group="model",
-        from_checkpoint=True,
-    )
-
-
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield the error of the field `peft`, if there is one."""
-    try:
-        read_options(cfg)
-    except UsageError as error:
-        yield str(error)
-
-
-def read_options(cfg: Any) -> tuple[type, Any]:
+def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
     """Return peft's classes for the field `peft`: the tuner, which injects layers, and its configuration.
 
     Raise UsageError for what peft refuses, and for what would silently train something else."""
-    if not cfg.peft:
+    if not given:
         raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:
         raise UsageError(f"peft: {error}; install it: pip install peft (requirements-extra.txt)") from error
-    given = {"target_modules" if name == "target" else name: v for name, v in cfg.peft.items() if v is not None}
+    given = {"target_modules" if name == "target" else name: v for name, v in given.items() if v is not None}
     name = str(given.pop("type", "lora")).lower()
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -92,14 +75,14 @@ def _is_exact(name: str, config: type, tuner: Any) -> bool:
 # ---- injection -------------------------------------------------------------------------------------------------------
 
 
-def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
+def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
     """Inject the adapter into the part of `whole` that is trained, in place; return peft's tuner.
 
     Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
     initial adapter depends on the seed only. If `weights`, the model of a run, have an adapter, load it. A model that
     model_name_or_path names gets a new one, also if it is the merged model of a run."""
     cfg, model = task.cfg, task.saved(whole)
-    tuner_class, config = read_options(cfg)
+    tuner_class, config = read_options(cfg.peft)
     folder = Path(locate(str(weights))) if weights and not empty else None
     folder = folder if folder and adapter_files(folder) else None
     new_head = getattr(task, "new_head", ())
@@ -126,16 +109,6 @@ def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | 
         _load(model, folder)
     task.adapter_folder = folder
     return tuner
-
-
-def plan_rows(cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the line of the plan that says whether the adapter is a new one."""
-    folder = task.adapter_folder
-    if folder is None and cfg.dry_run and cfg.init_from:  # the model of a dry run has no weights
-        weights = locate_weights(cfg.init_from, "init_from")
-        folder = weights if adapter_files(weights) else None
-    base = cfg.init_from or cfg.model_name_or_path or "random weights"
-    return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
 
 
 def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
@@ -167,17 +140,9 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_own_tensors(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
-) -> dict[str, torch.Tensor]:
-    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
-    if "base_names" not in vars(model):
-        return tensors  # the adapter is merged
-    base: dict[str, str] = vars(model)["base_names"]
-    adapter = {name: value for name, value in tensors.items() if name not in base}
-    if adapter or world == 1:
-        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
-    return {base[name]: value for name, value in tensors.items() if name in base}
+def adapter_files(folder: Path) -> list[Path]:
+    """Return the files of the adapter that a run has saved in `folder`, if any."""
+    return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
 
 
 @torch.no_grad()
@@ -196,26 +161,6 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
         state[name].copy_(value)
 
 
-def change_final_model(folder: Path, task: Any) -> None:
-    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
-
-    The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
-    whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
-    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
-        path.unlink()
-    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
-    write_tensors(lost, folder / f"{ADAPTER}.safetensors")
-
-
-def model_card(cfg: Any) -> str:
-    """Return the paragraph of the model card about the adapter."""
-    options = ", ".join(f"{name} {value}" for name, value in cfg.peft.items())
-    return (
-        f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
-        "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
-    )
-
-
 @torch.no_grad()
 def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Return (the model of `folder` with its adapter merged, the tensors that it had before and that merging lost).
@@ -224,7 +169,7 @@ def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Ten
     from peft.utils import get_peft_model_state_dict
 
     whole = task.build(str(folder))
-    tuner = change_built_model(task, whole, folder)
+    tuner = add_adapter(task, whole, folder)
     model, config = tuner.model, tuner.peft_config[NAME]
     export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     base = task.cfg.model_name_or_path
@@ -240,3 +185,72 @@ def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Ten
     lost = {name: value.clone() for name, value in model.state_dict().items() if names.get(name) != name}
     tuner.merge_and_unload()
     return whole, lost
+
+
+# ---- the add-on --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peft(AddOn):
+    peft: dict | None = option(
+        "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
+        "are those of the package peft (docs/techniques.md)",
+        group="model",
+        from_checkpoint=True,
+    )
+
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield the error of the field `peft`, if there is one."""
+        try:
+            read_options(self.peft)
+        except UsageError as error:
+            yield str(error)
+
+    @classmethod
+    def names_elsewhere(cls) -> dict[str, str]:
+        """Return a field of axolotl."""
+        return {"lora_r": "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"}
+
+    def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
+        """Inject the adapter into the part of the model that is trained."""
+        add_adapter(task, model, weights, empty)
+
+    def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan that says whether the adapter is a new one."""
+        folder = task.adapter_folder
+        if folder is None and cfg.dry_run and cfg.init_from:  # the model of a dry run has no weights
+            weights = locate_weights(cfg.init_from, "init_from")
+            folder = weights if adapter_files(weights) else None
+        base = cfg.init_from or cfg.model_name_or_path or "random weights"
+        return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
+
+    def write_own_tensors(
+        self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+    ) -> dict[str, torch.Tensor]:
+        """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
+        if "base_names" not in vars(model):
+            return tensors  # the adapter is merged
+        base: dict[str, str] = vars(model)["base_names"]
+        adapter = {name: value for name, value in tensors.items() if name not in base}
+        if adapter or world == 1:
+            write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+        return {base[name]: value for name, value in tensors.items() if name in base}
+
+    def change_final_model(self, folder: Path, task: Any) -> bool:
+        """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
+
+        The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
+        whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
+        for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+            path.unlink()
+        write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
+        write_tensors(lost, folder / f"{ADAPTER}.safetensors")
+        return True
+
+    def model_card(self, cfg: Any) -> str:
+        """Return the paragraph of the model card about the adapter."""
+        options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
+        return (
+            f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
+            "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
+        )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
+from src.config.add_on import AddOn
 from src.config.fields import option
 from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
@@ -21,38 +22,9 @@ from src.tasks.base import Task
 LENGTH = "length"  # as curriculum_column: the tokens of a row
 
 
-@dataclass(frozen=True)
-class Fields:
-    """Fields of the run file."""
-
-    curriculum_column: str | None = option(
-        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
-        group="data",
-    )
-    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
-
-
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield an error for half a curriculum."""
-    if training and (cfg.curriculum_column is None) != (cfg.curriculum_steps is None):
-        yield "curriculum_column and curriculum_steps belong together, but one is missing: give both, or neither"
-
-
-def _column(cfg: Any) -> Column | None:
-    """Return the column of difficulties, None for the lengths of rows."""
-    name = cfg.curriculum_column
-    return None if name == LENGTH else Column("curriculum_column", name, hint=f", or give --curriculum_column {LENGTH}")
-
-
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
-    """Store the difficulties beside the prepared training rows."""
-    if source.split == "train" and (column := _column(cfg)):
-        column.store(cfg, task, source, split)
-
-
 @dataclass(frozen=True, eq=False)
-class Curriculum:
-    """Easy to hard: each epoch takes its rows of the first `steps` steps in ascending order of their `values`."""
+class EasyToHard:
+    """Each epoch takes its rows of the first `steps` steps in ascending order of their `values`."""
 
     values: Any  # difficulty by id: an array, or an object that an array of ids indexes
     steps: int
@@ -75,13 +47,39 @@ class Curriculum:
         return ids[np.argsort(np.asarray(self.values[ids]), kind="stable")]
 
 
-def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
-    """Sort the rows of the first steps."""
-    column = _column(cfg)
-    values = column.read(train_set) if column else train_set.lengths
-    return replace(plan, ids=Curriculum(values, cfg.curriculum_steps).ids)
+@dataclass(frozen=True)
+class Curriculum(AddOn):
+    curriculum_column: str | None = option(
+        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
+        group="data",
+    )
+    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
 
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield an error for half a curriculum."""
+        if training and (self.curriculum_column is None) != (self.curriculum_steps is None):
+            yield "curriculum_column and curriculum_steps belong together, but one is missing: give both, or neither"
 
-def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the line of the plan about the curriculum."""
-    return {"curriculum": f"ascending {cfg.curriculum_column} in the first {cfg.curriculum_steps:,} steps"}
+    def after_preparation(self, cfg: Any, task: Task, source: Source, split: Split) -> None:
+        """Store the difficulties beside the prepared training rows."""
+        if source.split == "train" and (column := self._column()):
+            column.store(cfg, task, source, split)
+
+    def change_plan(self, plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+        """Sort the rows of the first steps."""
+        column = self._column()
+        values = column.read(train_set) if column else train_set.lengths
+        return replace(plan, ids=EasyToHard(values, self.curriculum_steps or 0).ids)
+
+    def plan_rows(self, cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan about the curriculum."""
+        return {"curriculum": f"ascending {self.curriculum_column} in the first {self.curriculum_steps:,} steps"}
+
+    def _column(self) -> Column | None:
+        """Return the column of difficulties, None for the lengths of rows."""
+        name = str(self.curriculum_column)
+        return (
+            None
+            if name == LENGTH
+            else Column("curriculum_column", name, hint=f", or give --curriculum_column {LENGTH}")
+        )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from src.config.add_on import AddOn
 from src.config.errors import warn
 from src.config.fields import option
 from src.data import sources
@@ -20,30 +21,6 @@ from src.data.raw_rows import RawRows
 from src.data.row_errors import read_rows
 from src.data.sources import Source
 from src.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Fields of the run file."""
-
-    validation_split: float | None = option(
-        "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
-        group="data",
-        above=0,
-        below=1,
-    )
-
-
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield the errors of other evaluation data beside `validation_split`."""
-    if cfg.validation_file:
-        yield "validation_split and validation_file are both given: keep one"
-    for name, source in (cfg.mixture or {}).items():
-        if isinstance(source, dict) and source.get("validation_file"):
-            yield f"validation_split and mixture: {name}: validation_file are both given: keep one"
-
-
-# ---- sources ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,23 +47,40 @@ class HeldOutSource(Source):
         return f"validation_split is {self.share}, which holds out {number} of the {count} rows of {self}: {fix}"
 
 
-def find_sources(cfg: Any, split: str) -> dict[str, Source]:
-    """Return the sources of the training data for both splits."""
-    training = sources.find_sources(cfg, "train")
-    share = cfg.validation_split
-    return {name: replace(HeldOutSource(**vars(one)), split=split, share=share) for name, one in training.items()}
+@dataclass(frozen=True)
+class HeldOut(AddOn):
+    validation_split: float | None = option(
+        "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
+        group="data",
+        above=0,
+        below=1,
+    )
 
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield the errors of other evaluation data beside `validation_split`."""
+        if cfg.validation_file:
+            yield "validation_split and validation_file are both given: keep one"
+        for name, source in (cfg.mixture or {}).items():
+            if isinstance(source, dict) and source.get("validation_file"):
+                yield f"validation_split and mixture: {name}: validation_file are both given: keep one"
 
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
-    """Warn if held-out rows take the place of the dataset's own evaluation split."""
-    names = [name for name in ("validation", "test") if name in split.stats["splits"] and name != source.dataset_split]
-    if names and source.split == "validation":
-        warn(f"{source.field}: the split {names[0]} of {source.name} is not used: validation_split takes its place")
+    def find_sources(self, cfg: Any, split: str) -> dict[str, Source]:
+        """Return the sources of the training data for both splits."""
+        training = sources.find_sources(cfg, "train")
+        share = self.validation_split or 0.0
+        return {name: replace(HeldOutSource(**vars(one)), split=split, share=share) for name, one in training.items()}
 
+    def after_preparation(self, cfg: Any, task: Task, source: Source, split: Split) -> None:
+        """Warn if held-out rows take the place of the dataset's own evaluation split."""
+        names = [
+            name for name in ("validation", "test") if name in split.stats["splits"] and name != source.dataset_split
+        ]
+        if names and source.split == "validation":
+            warn(f"{source.field}: the split {names[0]} of {source.name} is not used: validation_split takes its place")
 
-def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the line of the plan about the evaluation data."""
-    return {"evaluation data": f"{rows['evaluation data']}, held out by validation_split {cfg.validation_split:g}"}
+    def plan_rows(self, cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan about the evaluation data."""
+        return {"evaluation data": f"{rows['evaluation data']}, held out by validation_split {self.validation_split:g}"}
 
 
 # ---- the choice of rows ----------------------------------------------------------------------------------------------

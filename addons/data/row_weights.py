@@ -10,38 +10,13 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
+from src.config.add_on import AddOn
 from src.config.fields import option
 from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
 from src.data.row_order import derive_seed, splitmix64
 from src.data.sources import Source
 from src.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Fields of the run file."""
-
-    sample_weight_column: str | None = option(
-        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
-        group="data",
-    )
-
-
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield an error for a mixture."""
-    if training and cfg.mixture:
-        yield "sample_weight_column and mixture are both given: give each source a `weight`, or remove one of them"
-
-
-def _column(cfg: Any) -> Column:
-    return Column("sample_weight_column", cfg.sample_weight_column, weights=True)
-
-
-def after_preparation(cfg: Any, task: Task, source: Source, split: Split) -> None:
-    """Store the cumulative weights beside the prepared training rows."""
-    if source.split == "train":
-        _column(cfg).store(cfg, task, source, split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +36,30 @@ class WeightedDraws:
         return np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
 
 
-def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
-    """Draw rows by their weights."""
-    return replace(plan, draw=WeightedDraws(_column(cfg).read(train_set)).draw)
+@dataclass(frozen=True)
+class RowWeights(AddOn):
+    sample_weight_column: str | None = option(
+        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
+        group="data",
+    )
 
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield an error for a mixture."""
+        if training and cfg.mixture:
+            yield "sample_weight_column and mixture are both given: give each source a `weight`, or remove one of them"
 
-def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the line of the plan about the draws."""
-    return {"draws": f"in proportion to {cfg.sample_weight_column}, with replacement"}
+    def after_preparation(self, cfg: Any, task: Task, source: Source, split: Split) -> None:
+        """Store the cumulative weights beside the prepared training rows."""
+        if source.split == "train":
+            self._column().store(cfg, task, source, split)
+
+    def change_plan(self, plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+        """Draw rows by their weights."""
+        return replace(plan, draw=WeightedDraws(self._column().read(train_set)).draw)
+
+    def plan_rows(self, cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan about the draws."""
+        return {"draws": f"in proportion to {self.sample_weight_column}, with replacement"}
+
+    def _column(self) -> Column:
+        return Column("sample_weight_column", str(self.sample_weight_column), weights=True)

@@ -11,43 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from src.config.add_on import AddOn
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.data.batch_plan import PlanConfig, StepSizes
 from src.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Fields of the run file."""
-
-    batch_size_warmup_steps: int | None = option(
-        "the global batch grows linearly to global_batch_size in this many steps (default: off)",
-        group="batch",
-        min=1,
-        max=10**6,
-    )
-    batch_size_warmup_start: int | None = option(
-        "first global batch of the warmup; the following ones are multiples of it", min=1
-    )
-    sequence_length_warmup_steps: int | None = option(
-        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)", min=1
-    )
-    sequence_length_warmup_start: int | None = option(
-        "first length in tokens of the warmup; the following ones are multiples of it", min=2
-    )
-
-
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield an error for half a warmup, and for one that does not grow."""
-    if not training:
-        return
-    for size in ("batch_size_warmup", "sequence_length_warmup"):
-        if (getattr(cfg, f"{size}_start") is None) != (getattr(cfg, f"{size}_steps") is None):
-            yield f"{size}_start and {size}_steps belong together, but one is missing: give both, or neither"
-    start, size = cfg.batch_size_warmup_start, cfg.global_batch_size
-    if start is not None and start >= size > 0:
-        yield f"batch_size_warmup_start is {start}: not less than global_batch_size, which is {size}: lower or remove it"
 
 
 @dataclass(frozen=True)
@@ -67,20 +35,6 @@ class Ramp:
 
     def __str__(self) -> str:
         return f"{self.start:,} → {self.end:,} over the first {self.steps:,} steps, in multiples of {self.start:,}"
-
-
-def batch_warmup(cfg: Any) -> Ramp | None:
-    """Return the sizes of the global batch during a batch-size warmup, None without one."""
-    if not cfg.batch_size_warmup_steps:
-        return None
-    return Ramp(cfg.batch_size_warmup_start, cfg.global_batch_size, cfg.batch_size_warmup_steps)
-
-
-def length_warmup(cfg: Any, task: Task) -> Ramp | None:
-    """Return the tokens per row during a sequence-length warmup up to the task's `max_length`, None without one."""
-    if not cfg.sequence_length_warmup_steps:
-        return None
-    return Ramp(cfg.sequence_length_warmup_start, getattr(task, "max_length", 0), cfg.sequence_length_warmup_steps)
 
 
 # ---- the global batch ------------------------------------------------------------------------------------------------
@@ -149,46 +103,7 @@ class WarmupSizes(StepSizes):
 _warmup_sizes = lru_cache(maxsize=8)(WarmupSizes)  # the table of equal arguments is computed once
 
 
-def step_sizes(cfg: Any, num_examples: int) -> StepSizes:
-    """Return the sizes of the steps of a run."""
-    warmup = batch_warmup(cfg)
-    if not warmup:
-        return StepSizes(num_examples, cfg.global_batch_size)
-    return _warmup_sizes(num_examples, cfg.global_batch_size, warmup)
-
-
 # ---- the length of rows ----------------------------------------------------------------------------------------------
-
-
-def check_task(cfg: Any, task: Task) -> None:
-    """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step.
-
-    A task whose rows `shorten_row` can cut says so by `can_shorten = True`."""
-    ramp = length_warmup(cfg, task)
-    if ramp is None:
-        return
-    if not getattr(task, "can_shorten", False):
-        raise UsageError(
-            f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
-            "remove it, or set `can_shorten` in the task"
-        )
-    if ramp.start >= ramp.end:
-        raise UsageError(
-            f"sequence_length_warmup_start is {ramp.start}, not less than max_length, which is {ramp.end}: lower it, or "
-            "remove sequence_length_warmup_steps"
-        )
-
-
-def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
-    """Rows of a micro-batch are sorted and counted by the lengths that they have after they are shortened."""
-    ramp = length_warmup(cfg, task)
-    return replace(plan, max_length=ramp.at) if ramp else plan
-
-
-def change_rows(task: Any, rows: list[dict], step: int) -> list[dict]:
-    """Return the rows cut to the length of this step."""
-    ramp = length_warmup(task.cfg, task)
-    return [shorten_row(row, ramp.at(step)) for row in rows] if ramp else rows
 
 
 def shorten_row(row: dict, length: int) -> dict:
@@ -205,7 +120,84 @@ def shorten_row(row: dict, length: int) -> dict:
     return row | cut
 
 
-def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the lines of the plan about both warmups."""
-    ramps = {"global batch": batch_warmup(cfg), "tokens per row": length_warmup(cfg, task)}
-    return {name: str(ramp) for name, ramp in ramps.items() if ramp}
+# ---- the add-on --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SizeWarmups(AddOn):
+    batch_size_warmup_steps: int | None = option(
+        "the global batch grows linearly to global_batch_size in this many steps (default: off)",
+        group="batch",
+        min=1,
+        max=10**6,
+    )
+    batch_size_warmup_start: int | None = option(
+        "first global batch of the warmup; the following ones are multiples of it", min=1
+    )
+    sequence_length_warmup_steps: int | None = option(
+        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)", min=1
+    )
+    sequence_length_warmup_start: int | None = option(
+        "first length in tokens of the warmup; the following ones are multiples of it", min=2
+    )
+
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield an error for half a warmup, and for one that does not grow."""
+        if not training:
+            return
+        for size in ("batch_size_warmup", "sequence_length_warmup"):
+            if (getattr(self, f"{size}_start") is None) != (getattr(self, f"{size}_steps") is None):
+                yield f"{size}_start and {size}_steps belong together, but one is missing: give both, or neither"
+        start, size = self.batch_size_warmup_start, cfg.global_batch_size
+        if start is not None and start >= size > 0:
+            yield f"batch_size_warmup_start is {start}: not less than global_batch_size, which is {size}: lower or remove it"
+
+    def step_sizes(self, cfg: Any, num_examples: int) -> StepSizes | None:
+        """Return the sizes of the steps of a run with a batch-size warmup."""
+        ramp = self._batch_ramp(cfg)
+        return _warmup_sizes(num_examples, cfg.global_batch_size, ramp) if ramp else None
+
+    def check_task(self, cfg: Any, task: Task) -> None:
+        """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step.
+
+        A task whose rows `shorten_row` can cut says so by `can_shorten = True`."""
+        ramp = self._length_ramp(task)
+        if ramp is None:
+            return
+        if not getattr(task, "can_shorten", False):
+            raise UsageError(
+                f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
+                "remove it, or set `can_shorten` in the task"
+            )
+        if ramp.start >= ramp.end:
+            raise UsageError(
+                f"sequence_length_warmup_start is {ramp.start}, not less than max_length, which is {ramp.end}: lower it, or "
+                "remove sequence_length_warmup_steps"
+            )
+
+    def change_plan(self, plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+        """Rows of a micro-batch are sorted and counted by the lengths that they have after they are shortened."""
+        ramp = self._length_ramp(task)
+        return replace(plan, max_length=ramp.at) if ramp else plan
+
+    def change_rows(self, task: Any, rows: list[dict], step: int) -> list[dict]:
+        """Return the rows cut to the length of this step."""
+        ramp = self._length_ramp(task)
+        return [shorten_row(row, ramp.at(step)) for row in rows] if ramp else rows
+
+    def plan_rows(self, cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the lines of the plan about both warmups."""
+        ramps = {"global batch": self._batch_ramp(cfg), "tokens per row": self._length_ramp(task)}
+        return {name: str(ramp) for name, ramp in ramps.items() if ramp}
+
+    def _batch_ramp(self, cfg: Any) -> Ramp | None:
+        """Return the sizes of the global batch during a batch-size warmup, None without one."""
+        start = self.batch_size_warmup_start
+        steps = self.batch_size_warmup_steps
+        return Ramp(start, cfg.global_batch_size, steps) if start and steps else None
+
+    def _length_ramp(self, task: Any) -> Ramp | None:
+        """Return the tokens per row during a sequence-length warmup up to the task's `max_length`, None without one."""
+        start = self.sequence_length_warmup_start
+        steps = self.sequence_length_warmup_steps
+        return Ramp(start, getattr(task, "max_length", 0), steps) if start and steps else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from src.config.add_on import AddOn
 from src.config.errors import UsageError
 from src.config.fields import option
 
@@ -15,7 +16,7 @@ BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multipli
 
 
 @dataclass(frozen=True)
-class Fields:
+class StochasticDepth(AddOn):
     stochastic_depth: float | None = option(
         "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
         group="model",
@@ -23,23 +24,19 @@ class Fields:
         below=1,
     )
 
+    def change_config(self, cfg: Any, config: Any) -> None:
+        """Set `drop_path_rate` of a model's config; raise UsageError if it has no such field."""
+        if getattr(config, BY_ROW, None) is None:
+            raise self._refusal(f"the config of {config.model_type} has no field {BY_ROW}")
+        setattr(config, BY_ROW, self.stochastic_depth)
 
-def change_config(cfg: Any, config: Any) -> None:
-    """Set `drop_path_rate` of a model's config; raise UsageError if it has no such field."""
-    if getattr(config, BY_ROW, None) is None:
-        raise _refusal(cfg, f"the config of {config.model_type} has no field {BY_ROW}")
-    setattr(config, BY_ROW, cfg.stochastic_depth)
+    def change_built_model(self, task: Any, model: torch.nn.Module, weights: Any, empty: bool) -> None:
+        """Raise UsageError for a model that no such config has built."""
+        if all(getattr(getattr(module, "config", None), BY_ROW, None) is None for module in model.modules()):
+            raise self._refusal(f"{type(model).__name__} is not a model of transformers, whose config sets it")
 
-
-def change_built_model(task: Any, model: torch.nn.Module, weights: Any, empty: bool) -> None:
-    """Raise UsageError for a model that no such config has built."""
-    if all(getattr(getattr(module, "config", None), BY_ROW, None) is None for module in model.modules()):
-        reason = f"{type(model).__name__} is not a model of transformers, whose config sets it"
-        raise _refusal(task.cfg, reason)
-
-
-def _refusal(cfg: Any, reason: str) -> UsageError:
-    return UsageError(
-        f"stochastic_depth is {cfg.stochastic_depth}, but {reason}: remove it, or use a model that has it "
-        "(convnext, swin, dinov2, beit, segformer, …)"
-    )
+    def _refusal(self, reason: str) -> UsageError:
+        return UsageError(
+            f"stochastic_depth is {self.stochastic_depth}, but {reason}: remove it, or use a model that has it "
+            "(convnext, swin, dinov2, beit, segformer, …)"
+        )

@@ -9,18 +9,15 @@ from typing import Any
 
 from addons.streaming import sources
 from addons.streaming.stream import Stream
+from src.config.add_on import AddOn
 from src.config.addons import fields_of_addons_with
 from src.config.fields import option
-from src.data import dataset
-from src.data.prepared_split import Split
 from src.data.sources import Source
 from src.tasks.base import Task
 
 
 @dataclass(frozen=True)
-class Fields:
-    """Fields of the run file."""
-
+class Streaming(AddOn):
     streaming: bool = option(
         "read training data during training instead of preparing it first; needs max_steps",
         False,
@@ -30,39 +27,35 @@ class Fields:
         "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
     )
 
+    knows_all_rows = False
 
-def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield the errors of fields that only a stream has, or cannot have."""
-    if not cfg.streaming:
-        if training:
-            yield "stream_lanes is given without streaming: give both, or neither"
-        return
-    for name in fields_of_addons_with(cfg, "after_preparation"):
-        yield f"{name} and streaming are both given, but the rows of a stream are not known in advance: remove one of them"
-    if not training:
-        return
-    if not cfg.max_steps:
-        yield "streaming is true: a stream has no length, so give --max_steps"
-    if cfg.per_device_batch_size == "auto":
-        yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
-    if cfg.mixture:
-        yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield the errors of fields that only a stream has, or cannot have."""
+        if not self.streaming:
+            if training:
+                yield "stream_lanes is given without streaming: give both, or neither"
+            return
+        for name in fields_of_addons_with(cfg, AddOn.after_preparation):
+            yield f"{name} and streaming are both given, but the rows of a stream are not known in advance: remove one of them"
+        if not training:
+            return
+        if not cfg.max_steps:
+            yield "streaming is true: a stream has no length, so give --max_steps"
+        if cfg.per_device_batch_size == "auto":
+            yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
+        if cfg.mixture:
+            yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
 
+    def fetch_source(self, source: Source, cfg: Any) -> Source:
+        """Look up the files of the training data; download the evaluation data, unless it is a Hub dataset."""
+        look_up = sources.look_up_stream if source.split == "train" else sources.fetch_evaluation
+        return look_up(source, cfg)
 
-def fetch_source(source: Source, cfg: Any) -> Source:
-    """Look up the files of the training data; download the evaluation data, unless it is a Hub dataset."""
-    look_up = sources.look_up_stream if source.split == "train" else sources.fetch_evaluation
-    return look_up(source, cfg)
+    def open_source(self, cfg: Any, task: Task, source: Source) -> Stream | None:
+        """Return the training data as a stream; None: evaluation data are prepared."""
+        return Stream(cfg, task, source) if isinstance(source, sources.StreamSource) else None
 
-
-def open_source(cfg: Any, task: Task, source: Source) -> Stream | Split | None:
-    """Return the training data as a stream, and the evaluation data as prepared rows."""
-    if isinstance(source, sources.StreamSource):
-        return Stream(cfg, task, source)
-    return dataset.open_source(cfg, task, source)
-
-
-def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the line of the plan about the length of the run."""
-    shards, groups = len(train_set.shards), train_set.shard_groups
-    return {"steps": f"{rows['steps']} from a stream of {shards:,} shards in {groups} shard groups"}
+    def plan_rows(self, cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan about the length of the run."""
+        shards, groups = len(train_set.shards), train_set.shard_groups
+        return {"steps": f"{rows['steps']} from a stream of {shards:,} shards in {groups} shard groups"}

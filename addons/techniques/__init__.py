@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from src.config.add_on import AddOn
 from src.config.addons import addon_names, load_addon
 from src.config.errors import UsageError
 from src.config.fields import option
@@ -24,52 +25,50 @@ Compute = Callable[[StepBatch, StepTotals], StepLosses]
 
 
 @dataclass(frozen=True)
-class Fields:
-    """The field of the run file that names techniques."""
+class NamedTechniques(AddOn):
+    """The techniques that a run file names."""
 
     techniques: dict | None = option(
         "techniques by name, each with its options: {NAME: {OPTION: VALUE}, …} (docs/techniques.md)", group="techniques"
     )
 
+    def errors(self, cfg: RunConfig, training: bool) -> list[str]:
+        """Return a sentence for each unknown name, invalid option or rule that is violated."""
+        from addons.techniques._chain import read_techniques
 
-def errors(cfg: RunConfig, training: bool) -> list[str]:
-    """Return a sentence for each unknown name, invalid option or rule that is violated."""
-    from addons.techniques._chain import read_techniques
+        return read_techniques(cfg)[1] if training else []
 
-    return read_techniques(cfg)[1] if training else []
+    def complete(self, cfg: RunConfig) -> dict[str, Any]:
+        """Return `techniques` with all options, so that config.yaml and checkpoints record defaults that may change."""
+        from addons.techniques._chain import read_techniques
+        from addons.techniques._options import options_of
 
+        techniques, problems = read_techniques(cfg)
+        return {} if problems else {"techniques": {name: options_of(each) for name, each in techniques.items()}}
 
-def complete(cfg: RunConfig) -> dict[str, Any]:
-    """Return `techniques` with all options, so that config.yaml and checkpoints record defaults that may change."""
-    from addons.techniques._chain import read_techniques
-    from addons.techniques._options import options_of
+    def make_techniques(self, cfg: RunConfig) -> Techniques:
+        """Return the techniques of a run, as train.py calls them."""
+        from addons.techniques._chain import TechniqueChain
 
-    techniques, problems = read_techniques(cfg)
-    return {} if problems else {"techniques": {name: options_of(each) for name, each in techniques.items()}}
+        return TechniqueChain(cfg)
 
+    @classmethod
+    def identity(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a run with an entry for each technique, to compare two runs."""
+        by_name: dict[str, dict[str, Any]] = {}
+        for name, options in (values.get("techniques") or {}).items():
+            entry = {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
+            by_name[f"techniques.{name}"] = entry
+        for name, load in TECHNIQUES.items():  # a checkpoint may name others, which are not here any more
+            key = f"techniques.{name}"
+            if key in by_name and load().depends_on_length:
+                by_name[key] |= {field: values[field] for field in ("max_steps", "num_train_epochs")}
+        return {name: value for name, value in values.items() if name != "techniques"} | by_name
 
-def make_techniques(cfg: RunConfig) -> Techniques:
-    """Return the techniques of a run, as train.py calls them."""
-    from addons.techniques._chain import TechniqueChain
-
-    return TechniqueChain(cfg)
-
-
-def identity(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run with an entry for each technique, to compare two runs."""
-    by_name = {
-        f"techniques.{name}": {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
-        for name, options in (values.get("techniques") or {}).items()
-    }
-    for name, load in TECHNIQUES.items():  # a checkpoint may name others, which are not here any more
-        if (key := f"techniques.{name}") in by_name and load().depends_on_length:
-            by_name[key] |= {field: values[field] for field in ("max_steps", "num_train_epochs")}
-    return {name: value for name, value in values.items() if name != "techniques"} | by_name
-
-
-def may_change() -> set[str]:
-    """Return the entries of `identity` that a resumed run may change: techniques that change no number."""
-    return {f"techniques.{name}" for name, load in TECHNIQUES.items() if not load().changes_training}
+    @classmethod
+    def may_change(cls) -> set[str]:
+        """Return the entries of `identity` that a resumed run may change: techniques that change no number."""
+        return {f"techniques.{name}" for name, load in TECHNIQUES.items() if not load().changes_training}
 
 
 class Technique:

@@ -20,7 +20,7 @@ from src.checkpointing import checkpoint_folder, model_folder, resume
 from src.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from src.checkpointing.resume import Start
 from src.checkpointing.tensor_files import Tensors, digest
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.distributed import backend_checks
@@ -217,7 +217,7 @@ class Checkpointer:
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete() and not self.cfg.smoke:
-            self.of_addons = [use_final(self.cfg) for use_final in functions_of_addons(self.cfg, "final_is_written")]
+            self.of_addons = [each.final_is_written(self.cfg) for each in used_addons(self.cfg)]
 
     def _start_final(self, final: Path, best: Path | None) -> None:
         """Start writing final/ from the checkpoint `best`, else from the model in memory."""

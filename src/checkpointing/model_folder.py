@@ -13,7 +13,7 @@ import yaml
 from safetensors import safe_open
 
 from src.checkpointing.tensor_files import Tensors, file_name, write_tensors
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime import private_apis
@@ -31,8 +31,8 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     as safetensors, with the task's own config.json."""
     task = model_with_loss.task
     model, file = task.saved(model_with_loss.model), folder / file_name("model", rank, world)
-    for write_own_tensors in functions_of_addons(task.cfg, "write_own_tensors"):
-        tensors = write_own_tensors(model, tensors, folder, rank, world)
+    for each in used_addons(task.cfg):
+        tensors = each.write_own_tensors(model, tensors, folder, rank, world)
     if not hasattr(model, "save_pretrained"):
         if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
             write_tensors(tensors, file, {"format": "pt"})
@@ -110,10 +110,8 @@ def is_final_of(step: int, folder: Path) -> bool:
 def complete_final(folder: Path, run: Run, config: dict, final_step: int, average: str) -> bool:
     """Write the card of final/ and let add-ons change it, such as merging an adapter; return whether one has done so."""
     write_card(folder, run, config, final_step, average)
-    changes = functions_of_addons(run.cfg, "change_final_model")
-    for change in changes:
-        change(folder, run.task)
-    return bool(changes)
+    changes = [each.change_final_model(folder, run.task) for each in used_addons(run.cfg)]
+    return any(changes)
 
 
 def write_card(folder: Path, run: Run, config: dict, final_step: int, average: str) -> None:
@@ -122,7 +120,7 @@ def write_card(folder: Path, run: Run, config: dict, final_step: int, average: s
 
     cfg, model = run.cfg, run.task.saved(run.model.model)
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
-    more = "".join(model_card(cfg) for model_card in functions_of_addons(cfg, "model_card"))
+    more = "".join(each.model_card(cfg) for each in used_addons(cfg))
     if best := best_sentence(cfg, run.state, final_step, average):
         more += f"\n{best[0].upper()}{best[1:]}.\n"
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]

@@ -114,7 +114,7 @@ def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> di
     values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]()) | config
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
     for addon in schemas[0].addons:
-        values = addon.identity(values) if hasattr(addon, "identity") else values
+        values = addon.identity(values)
     return values
 
 
@@ -122,7 +122,7 @@ def _may_change(cfg: RunConfig, schemas: tuple[type[RunConfig], type], was: dict
     """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
     names = changeable_fields(*schemas) - LENGTH | {"model.commit", "processes"}
     for addon in schemas[0].addons:
-        names |= addon.may_change() if hasattr(addon, "may_change") else set()
+        names |= addon.may_change()
     if follows_evaluations(cfg):
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
     optional = {name for name in was | now if name.startswith(("data.", "validation."))}

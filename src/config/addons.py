@@ -1,20 +1,21 @@
 """Add-ons: files and folders of addons/, found by listing them, imported only if a run file or a launch names them.
 
-A run file names a task by `task`, a technique in `techniques`, an optimizer by `optim`, a schedule by
-`lr_scheduler_type`, and every other add-on by a field that its dataclass `Fields` declares; an accelerate file names a
-backend. addons/README.md lists the functions that the core calls in them. Tests: tests/test_addons.py.
+A run file names a task by `task`, an optimizer by `optim`, a schedule by `lr_scheduler_type`, and every other add-on by
+a field that its class declares (src/config/add_on.py); an accelerate file names a backend. Tests: tests/test_addons.py.
 """
 
 import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from src.config.add_on import AddOn, check_names, overrides
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.paths import REPOSITORY, SCHEMA_FILE
@@ -49,11 +50,26 @@ def load_addon(room: str, name: str) -> ModuleType:
 
 
 @cache
-def addons_with_fields() -> tuple[ModuleType, ...]:
-    """Return all add-ons with a dataclass `Fields`, in the order of their paths; imports them."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ADDONS.rglob("*.py")) if not missing_need(path)}
-    paths = [path.relative_to(REPOSITORY) for path, text in texts.items() if re.search(r"^class Fields\b", text, re.M)]
-    return tuple(import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__")) for path in paths)
+def addons_with_fields() -> tuple[type[AddOn], ...]:
+    """Return the classes derived from AddOn, in the order of their paths; import their files."""
+    kinds = []
+    for path in sorted(ADDONS.rglob("*.py")):
+        declares = re.search(r"^class \w+\((\w+\.)?AddOn\):", path.read_text(encoding="utf-8"), re.M)
+        if declares and not missing_need(path):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            kinds.append(addon_class(import_module(".".join(parts).removesuffix(".__init__"))))
+    return tuple(kinds)
+
+
+def addon_class(module: ModuleType) -> type[AddOn]:
+    """Return the class derived from AddOn that a module defines; raise UsageError for a name that AddOn does not know."""
+    [kind] = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, AddOn) and each.__module__ == module.__name__
+    ]
+    check_names(kind)
+    return kind
 
 
 def config_type(names: Iterable[str]) -> type[RunConfig]:
@@ -61,17 +77,17 @@ def config_type(names: Iterable[str]) -> type[RunConfig]:
     names = set(names) - {field.name for field in dataclasses.fields(RunConfig)}
     if not names:
         return RunConfig
-    return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each.Fields).keys()))
+    return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each).keys()))
 
 
 @cache
-def _extended(addons: tuple[ModuleType, ...]) -> type[RunConfig]:
+def _extended(addons: tuple[type[AddOn], ...]) -> type[RunConfig]:
     if not addons:
         return RunConfig
-    bases = (RunConfig, *(each.Fields for each in addons))
+    fields = [(field.name, field.type, copy(field)) for each in addons for field in dataclasses.fields(each)]
     # The type is made at run time, so pickle cannot find it by its name.
     namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
-    return dataclasses.make_dataclass("RunConfig", [], bases=bases, namespace=namespace, frozen=True)
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), namespace=namespace, frozen=True)
 
 
 def run_config(**values: Any) -> RunConfig:
@@ -92,26 +108,24 @@ def missing_addon(name: str, value: Any = None) -> str | None:
     return f"{name}: this is of the add-on {addon}, which is not here, or what it needs: restore it, or do not use it"
 
 
-def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
-    """Return the function `name` of each add-on that has it and that the run file uses: a field is not its default."""
-    return [getattr(each, name) for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each)]
+def used_addons(cfg: RunConfig) -> list[AddOn]:
+    """Return the add-ons that the run file uses, each with its fields: one of them is not its default.
+
+    config.yaml of a run names all fields, also those that were not given."""
+    values = [{name: getattr(cfg, name) for name in declared_options(kind)} for kind in cfg.addons]
+    addons = [kind(**fields) for kind, fields in zip(cfg.addons, values, strict=True)]
+    return [each for each in addons if each != type(each)()]
 
 
-def function_of_addon(cfg: RunConfig, name: str, core: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function `name` of the add-on that has it, else the function `core` that it would replace."""
-    return next(iter(functions_of_addons(cfg, name)), core)
+def first_answer(answers: Iterable[Any]) -> Any:
+    """Return the first answer of add-ons that is not None, None if there is none."""
+    return next((answer for answer in answers if answer is not None), None)
 
 
-def fields_of_addons_with(cfg: RunConfig, name: str) -> dict[str, Any]:
-    """Return the fields, with their values unless these are None, of the add-ons that have a function `name`."""
-    used = (each for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each))
-    fields = (field for each in used for field in declared_options(each.Fields))
-    return {field: value for field in fields if (value := getattr(cfg, field)) is not None}
-
-
-def _is_used(cfg: RunConfig, addon: ModuleType) -> bool:
-    """Return whether a field differs from its default: config.yaml of a run names all fields, also those not given."""
-    return any(getattr(cfg, name) != default for name, default in vars(addon.Fields()).items())
+def fields_of_addons_with(cfg: RunConfig, *methods: Callable[..., Any]) -> dict[str, Any]:
+    """Return the fields, with their values unless these are None, of the add-ons that define one of these methods."""
+    fields = [vars(each) for each in used_addons(cfg) if overrides(each, *methods)]
+    return {name: value for values in fields for name, value in values.items() if value is not None}
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
 
     properties = json_schema(RunConfig)
     for addon in addons_with_fields():
-        path = addon.__name__.replace(".", "/")
-        properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon.Fields).items()}
+        path = addon.__module__.replace(".", "/")
+        properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon).items()}
     properties["task"]["enum"] = list(tasks)
     options = {task: json_schema(kind()) for task, kind in tasks.items()}
     # A name that only a task has is declared empty here, so that "additionalProperties" accepts it, and in full below.

@@ -15,8 +15,8 @@ import yaml
 from src.config.addons import (
     addons_with_fields,
     config_type,
-    functions_of_addons,
     missing_addon,
+    used_addons,
 )
 from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, read_value, read_words
@@ -38,7 +38,7 @@ TRAINING_DATA = {  # a flag that names training data -> fields of the run file t
 _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 _PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
-NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead
+NAMES_ELSEWHERE = {  # names of other trainers -> what to give instead; add-ons have more
     "lr": "give learning_rate",
     "epochs": "give num_train_epochs",
     "model": "give model_name_or_path",
@@ -63,13 +63,10 @@ NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to gi
     "load_best_model_at_end": "give metric_for_best_model: final/ is then the best evaluated checkpoint",
     "resume_from_checkpoint": "give resume",
     "torch_compile": "give compile",
-    "lora_r": "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}",
     "bf16": _PRECISION,
     "fp16": _PRECISION,
     "fsdp": _LAUNCH,
     "deepspeed": _LAUNCH,
-    "check_save": "it was removed: run make smoke, or train.py --smoke, before a long run",
-    "local_sgd_steps": "it was removed: to average weights now and then, use accelerate.local_sgd.LocalSGD",
 }
 
 Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
@@ -138,8 +135,8 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[RunC
         kind(**{name: values[name] for name in field_types(kind) if name in values})
         for kind in (core_type, options_type)
     )
-    for complete in functions_of_addons(cfg, "complete"):
-        cfg = dataclasses.replace(cfg, **complete(cfg))
+    for each in used_addons(cfg):
+        cfg = dataclasses.replace(cfg, **each.complete(cfg))
     return cfg, options
 
 
@@ -172,9 +169,13 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -
             return f"{name}: it belongs to task {other}, but the task of this run is {task}"
     if sentence := missing_addon(name):
         return sentence
-    if name in NAMES_ELSEWHERE:
-        return f"{name}: unknown field; {NAMES_ELSEWHERE[name]}"
-    names = [*names, *(field for addon in addons_with_fields() for field in field_types(addon.Fields))]
+    elsewhere = dict(NAMES_ELSEWHERE)
+    names = [*names]
+    for addon in addons_with_fields():
+        elsewhere |= addon.names_elsewhere()
+        names += field_types(addon)
+    if name in elsewhere:
+        return f"{name}: unknown field; {elsewhere[name]}"
     return f"{name}: unknown field{did_you_mean(name, names)}"
 
 

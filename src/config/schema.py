@@ -6,9 +6,9 @@ Tests: tests/config/test_config.py, tests/checkpointing/test_run_identity.py.
 
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import ClassVar
 
+from src.config.add_on import AddOn
 from src.config.fields import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
 from src.config.paths import REPOSITORY
 
@@ -25,7 +25,7 @@ class RunConfig:
     """All fields that say what is trained; parsed once, and nothing writes to it. The accelerate file says where: processes, devices, mixed precision."""
 
     # The add-ons with fields that the run file names; src/config/addons.py adds their fields to this class.
-    addons: ClassVar[tuple[ModuleType, ...]] = ()
+    addons: ClassVar[tuple[type[AddOn], ...]] = ()
 
     task: str = option(
         "kind of model: causal_lm, seq2seq, segmentation, … (docs/tasks.md)",

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config.addons import follows_evaluations, functions_of_addons
+from src.config.add_on import AddOn, overrides
+from src.config.addons import follows_evaluations, used_addons
 from src.config.errors import UsageError, list_errors, warn
 from src.config.optimizer_class import optimizer_errors
 from src.config.paths import plain_name
@@ -31,8 +32,8 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     errors += training_errors(cfg, options) if training else evaluation_errors(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
-    for rule in functions_of_addons(cfg, "errors"):
-        errors += rule(cfg, training)
+    for each in used_addons(cfg):
+        errors += each.errors(cfg, training)
     errors += [
         f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
         for name, value in (vars(cfg) | vars(options)).items()
@@ -135,7 +136,7 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
         yield f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, {fix}"
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
-    held_out = functions_of_addons(cfg, "find_sources")  # training rows are evaluated
+    held_out = any(overrides(each, AddOn.find_sources) for each in used_addons(cfg))  # training rows are evaluated
     if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
         yield f"no data: give --validation_file or --dataset_name {TRY}"
     if cfg.dataset_split and not held_out:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from src.config.addons import functions_of_addons
+from src.config.addons import first_answer, used_addons
 from src.config.schema import RunConfig
 from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
 
@@ -56,8 +56,8 @@ class StepSizes:
 
 def sizes_of_run(cfg: RunConfig, num_examples: int) -> StepSizes:
     """Return the sizes of the steps of a run with `num_examples` draws per epoch."""
-    of_addons = functions_of_addons(cfg, "step_sizes")
-    return of_addons[0](cfg, num_examples) if of_addons else StepSizes(num_examples, cfg.global_batch_size)
+    sizes = first_answer(each.step_sizes(cfg, num_examples) for each in used_addons(cfg))
+    return StepSizes(num_examples, cfg.global_batch_size) if sizes is None else sizes
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ Ids = Callable[["PlanConfig", int, int, int], np.ndarray]
 class PlanConfig:
     """All inputs, besides the step number, that determine the examples of a step and their micro-batches.
 
-    The last four are what an add-on may replace by its own (`change_plan` in addons/README.md)."""
+    The last four are what an add-on may replace by its own (`change_plan` in src/config/add_on.py)."""
 
     num_examples: int  # draws per epoch
     global_batch: int

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from src.data.row_order import derive_seed
@@ -61,8 +61,8 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
 
 def changed_plan(config: PlanConfig, cfg: RunConfig, task: Task, train_set) -> PlanConfig:
     """Return the inputs of the batch plan with those that add-ons replace."""
-    for change_plan in functions_of_addons(cfg, "change_plan"):
-        config = change_plan(config, cfg, task, train_set)
+    for each in used_addons(cfg):
+        config = each.change_plan(config, cfg, task, train_set)
     return config
 
 
@@ -96,8 +96,8 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
-        for change_rows in functions_of_addons(task.cfg, "change_rows") if training else ():
-            rows = change_rows(task, rows, micro.step)  # before `task.collate`, which counts the weight
+        for each in used_addons(task.cfg) if training else ():
+            rows = each.change_rows(task, rows, micro.step)  # before `task.collate`, which counts the weight
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")

@@ -7,9 +7,11 @@ Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conf
 
 import json
 import os
+from typing import Any
 
 from src.config import parsing, validation
-from src.config.addons import fields_of_addons_with, follows_evaluations, function_of_addon, functions_of_addons
+from src.config.add_on import AddOn
+from src.config.addons import fields_of_addons_with, first_answer, follows_evaluations, used_addons
 from src.config.errors import UsageError, warn, writes_to
 from src.config.schema import RunConfig
 from src.data.computed_rows import ComputedSplit, open_computed_rows
@@ -29,8 +31,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     The key "validation" is missing if there is no validation data."""
     task.load()
     if "train" in wanted:
-        for check_task in functions_of_addons(cfg, "check_task"):
-            check_task(cfg, task)
+        for each in used_addons(cfg):
+            each.check_task(cfg, task)
     with writes_to(cache_root(cfg), "cache_dir"):
         return _load_splits(cfg, task, wanted)
 
@@ -42,21 +44,18 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
     datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
 
     # Resolve all names before any download or preparation, so that errors come within seconds.
-    find = function_of_addon(cfg, "find_sources", find_sources)
-    fetch = function_of_addon(cfg, "fetch_source", fetch_source)
-    open_ = function_of_addon(cfg, "open_source", open_source)
-    by_split: dict[str, dict[str, Source]] = {split: find(cfg, split) for split in wanted}
+    by_split: dict[str, dict[str, Source]] = {split: _find(cfg, split) for split in wanted}
     for split, sources in by_split.items():
         for source in sources.values():
             if len({*map(os.path.realpath, source.files)}) < len(source.files):
                 warn(f"{source.field}: {source} names a file more than once, so its rows are read as often")
             if source.computed:
                 _check_computed(cfg, source)
-        by_split[split] = {name: fetch(source, cfg) for name, source in sources.items()}
+        by_split[split] = {name: _fetch(source, cfg) for name, source in sources.items()}
 
     splits = {}
     for split, sources in by_split.items():
-        parts = {name: open_(cfg, task, source) for name, source in sources.items()}
+        parts = {name: _open(cfg, task, source) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:
             splits[split] = _join(cfg, split, parts)
@@ -65,6 +64,24 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
         task.on_train_data(splits["train"])
         splits["train"].stats |= task_stats(task)
     return splits
+
+
+def _find(cfg: RunConfig, split: str) -> dict[str, Source]:
+    """Return the sources of a split, those of an add-on if it has others."""
+    found = first_answer(each.find_sources(cfg, split) for each in used_addons(cfg))
+    return find_sources(cfg, split) if found is None else found
+
+
+def _fetch(source: Source, cfg: RunConfig) -> Source:
+    """Return a source with its files, fetched by an add-on if it does this."""
+    fetched = first_answer(each.fetch_source(source, cfg) for each in used_addons(cfg))
+    return fetch_source(source, cfg) if fetched is None else fetched
+
+
+def _open(cfg: RunConfig, task: Task, source: Source) -> Any:
+    """Return the rows of a source, or None if a dataset given by name has no such split."""
+    opened = first_answer(each.open_source(cfg, task, source) for each in used_addons(cfg))
+    return open_source(cfg, task, source) if opened is None else opened
 
 
 def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
@@ -79,8 +96,8 @@ def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
     if not stats["examples"]:
         return None
     split = Split(folder, stats)
-    for after_preparation in functions_of_addons(cfg, "after_preparation"):
-        after_preparation(cfg, task, source, split)
+    for each in used_addons(cfg):
+        each.after_preparation(cfg, task, source, split)
     task.on_prepared(split.features())
     return split
 
@@ -136,11 +153,10 @@ def _give_features(task: Task, computed: ComputedSplit) -> None:
 
 def _check_computed(cfg: RunConfig, source: Source) -> None:
     """Raise UsageError for fields that computed rows cannot obey."""
-    names = ("find_sources", "open_source", "after_preparation")
-    fields = [field for name in names for field in fields_of_addons_with(cfg, name)]
+    fields = fields_of_addons_with(cfg, AddOn.find_sources, AddOn.open_source, AddOn.after_preparation)
     if fields:
         raise UsageError(
-            f"{fields[0]} is given, but {source.field} {source.name} computes its rows when they are read: remove one of them"
+            f"{next(iter(fields))} is given, but {source.field} {source.name} computes its rows when they are read: remove one of them"
         )
 
 

@@ -3,6 +3,7 @@
 Tests: tests/models/test_loading.py, tests/models/test_plain_model.py and tests/config/test_bad_input.py.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from src.config.addons import functions_of_addons
+from src.config.add_on import AddOn, overrides
+from src.config.addons import used_addons
 from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
@@ -20,8 +22,6 @@ from src.storage.jsonl import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 
 
 def build_model(
@@ -105,25 +105,32 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 
 
 def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
-    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter.
+    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base model
+    without what an add-on of its run has trained.
 
-    Only `weights`, a model of a run, are loaded with the adapter of the run."""
+    Only `weights`, a model of a run, are loaded with the tensors of its add-ons."""
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
     refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
-    is_merged = (folder / ADAPTER).is_dir()
-    is_loaded = weights is not None and functions_of_addons(cfg, "write_own_tensors")
-    if adapter_files(folder) and not is_merged and not is_loaded:
+    writes_tensors = any(overrides(each, AddOn.write_own_tensors) for each in used_addons(cfg))
+    is_loaded = weights is not None and writes_tensors
+    files = tensors_of_addons(folder)
+    if files and not is_loaded:
         raise UsageError(
-            f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give the run's final/, "
-            "where it is merged; or to train the adapter further, give --init_from and that run's peft"
+            f"{folder} holds a base model and, beside it, {files[0].name} of an add-on that its run used: give the run's "
+            "final/, where both are one model; or to train them further, give --init_from and that run's field of the "
+            "add-on (state.json has it)"
         )
     return folder
 
 
-def adapter_files(folder: Path) -> list[Path]:
-    """Return the files of the adapter that a run has saved in `folder`, if any."""
-    return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
+def tensors_of_addons(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that an add-on wrote, such as an adapter; none for any other folder."""
+    parts = read_json(folder / "state.json").get("numbers")
+    if not isinstance(parts, dict):
+        return []
+    known = re.compile(rf"({'|'.join(map(re.escape, ['model', *parts]))})(-\d+-of-\d+)?\.safetensors")
+    return sorted(path for path in folder.glob("*.safetensors") if not known.fullmatch(path.name))
 
 
 # ---- any nn.Module: a task calls these in `load` and `build` if its model has no `save_pretrained` --------------------

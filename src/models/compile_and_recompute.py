@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from src.config.addons import functions_of_addons
+from src.config.add_on import AddOn, overrides
+from src.config.addons import used_addons
 from src.config.errors import UsageError, one_line, warn
 from src.config.schema import RunConfig
 from src.runtime import private_apis
@@ -35,8 +36,8 @@ def shapes_repeat(cfg: RunConfig) -> bool:
     """Return whether only the end of an epoch changes the number of rows or the width of micro-batches.
 
     False for `auto`, a budget of tokens and warmups of sizes: torch stops compiling after eight shapes."""
-    changes = [change for name in ("change_rows", "step_sizes") for change in functions_of_addons(cfg, name)]
-    return cfg.per_device_batch_size != "auto" and not cfg.per_device_batch_tokens and not changes
+    grows = any(overrides(each, AddOn.change_rows, AddOn.step_sizes) for each in used_addons(cfg))
+    return cfg.per_device_batch_size != "auto" and not cfg.per_device_batch_tokens and not grows
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,7 +6,7 @@ Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.errors import UsageError, did_you_mean, errors_of, warn
 from src.config.paths import plain_name, read_yaml
 from src.config.schema import RunConfig
@@ -65,8 +65,8 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         if value := getattr(config, name, 0.0):
             setattr(config, name, 0.0)
             warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
-    for change_config in functions_of_addons(cfg, "change_config"):
-        change_config(cfg, config)
+    for each in used_addons(cfg):
+        each.change_config(cfg, config)
     return config
 
 

@@ -12,6 +12,7 @@ import torch
 
 import src
 from src.checkpointing.resume import Start
+from src.config.add_on import AddOn
 from src.config.addons import fields_of_addons_with
 from src.config.errors import writes_to
 from src.config.parsing import to_yaml
@@ -175,7 +176,7 @@ class Ledger(jsonl.JsonlWriter):
         jsonl.truncate_after(self.path, lambda line: line["step"] <= step)
         if not self.path.exists() or not self.path.stat().st_size:
             plan = {"examples": train_set.stats["examples"], "global_batch_size": cfg.global_batch_size}
-            plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, "change_plan")
+            plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, AddOn.change_plan)
             plan |= {"quotas": q} if (q := train_set.quotas) else {}
             self.add({"step": 0, "after": step, "data": train_set.stats.get("rows"), "plan": plan})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
@@ -47,8 +47,8 @@ def plan_table(
         rows["steps"] += f" = {epochs:.2f} epochs of {sizes.per_epoch:,} steps"
         rows["steps"] += f"; the last step of an epoch has {tail} examples" * (tail != cfg.global_batch_size)
         rows[task.unit] = f"{stats['tokens'] * epochs:,.0f} in the whole run"
-    for plan_rows in functions_of_addons(cfg, "plan_rows"):
-        rows |= plan_rows(cfg, task, train, total, rows)
+    for each in used_addons(cfg):
+        rows |= each.plan_rows(cfg, task, train, total, rows)
     shown = sorted({0, min(warmup_updates(cfg, total), total - 1), total // 2, total - 1})
     rates = ", ".join(f"{schedule(step):.2e} at step {step}" for step in shown)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {rates}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from src.config.addons import functions_of_addons
+from src.config.addons import used_addons
 from src.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -131,6 +131,6 @@ class Task:
         model = self.build(weights, empty=True) if empty else self.build(weights)
         if on_built is not None:
             on_built(model)
-        for change_built_model in functions_of_addons(self.cfg, "change_built_model"):
-            change_built_model(self, model, weights, empty)
+        for each in used_addons(self.cfg):
+            each.change_built_model(self, model, weights, empty)
         return model

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from src.config.addons import used_addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 
@@ -55,7 +56,7 @@ def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[s
 def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, column: str, split: str) -> list[str]:
     """Return `names` of a ClassLabel column, else the labels in `values`, all of a split. Raise UsageError for one."""
     if names is None:
-        if split == "train" and getattr(cfg, "streaming", False):
+        if split == "train" and not all(each.knows_all_rows for each in used_addons(cfg)):
             raise UsageError(
                 f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                 f"`{column}`, or a model with the labels in its config"

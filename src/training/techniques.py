@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from src.config.addons import functions_of_addons
+from src.config.addons import first_answer, used_addons
 from src.config.schema import RunConfig
 from src.training.meter import ComputeGradient
 from src.training.train_state import Run
@@ -60,5 +60,5 @@ class Techniques:
 
 def make_techniques(cfg: RunConfig) -> Techniques:
     """Return the techniques that the run file names."""
-    makers = functions_of_addons(cfg, "make_techniques")
-    return makers[0](cfg) if makers else Techniques()
+    techniques = first_answer(each.make_techniques(cfg) for each in used_addons(cfg))
+    return Techniques() if techniques is None else techniques

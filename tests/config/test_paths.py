@@ -20,7 +20,7 @@ TOO_LONG = "c" * 300
 
 def declared() -> list[tuple[type, str, object]]:
     """Return (dataclass, field, its rules) of the run file: of the core, of add-ons, of tasks."""
-    kinds = [RunConfig, *(addon.Fields for addon in addons_with_fields()), *(kind() for kind in OPTIONS.values())]
+    kinds = [RunConfig, *addons_with_fields(), *(kind() for kind in OPTIONS.values())]
     return [(kind, name, rules) for kind in kinds for name, rules in declared_options(kind).items()]
 
 

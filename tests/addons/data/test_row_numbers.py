@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from addons.data._row_numbers import Column
-from addons.data.curriculum import Curriculum
+from addons.data.curriculum import EasyToHard
 from addons.data.row_weights import WeightedDraws
 from addons.data.size_warmups import Ramp, WarmupSizes
 from src.config.errors import UsageError
@@ -67,7 +67,7 @@ def test_curriculum_sorts_the_rows_of_its_steps(steps, sizes):
     """Within an epoch every row still comes once; the rows of the first steps come from easy to hard."""
     values = np.random.default_rng(steps).integers(0, 5, ROWS)
     config = PlanConfig(ROWS, BATCH, BATCH, 3, step_sizes=sizes)
-    plain, found = ids_of(config, 14), ids_of(replace(config, ids=Curriculum(values, steps).ids), 14)
+    plain, found = ids_of(config, 14), ids_of(replace(config, ids=EasyToHard(values, steps).ids), 14)
     by_epoch = {}
     for step in range(14):
         by_epoch.setdefault(config.sizes.locate(step)[0], []).append(step)
@@ -142,7 +142,7 @@ def test_mutant_order_that_depends_on_the_rank_is_caught(fields, tmp_path, monke
     def own_order(config, rank, *rest):
         curriculum = config.ids.__self__
         values = np.asarray(curriculum.values) * (-1) ** rank
-        return order(replace(config, ids=Curriculum(values, curriculum.steps).ids), rank, *rest)
+        return order(replace(config, ids=EasyToHard(values, curriculum.steps).ids), rank, *rest)
 
     monkeypatch.setattr(data_loader, "training_order", own_order)
     run = technique_runs.train(tmp_path / "run", fields, 2, 3)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from addons.models import stochastic_depth
 from src.config import parsing
+from src.config.addons import used_addons
 from src.config.errors import UsageError
 from src.models.config_and_tokenizer import load_config
 from src.tasks import OPTIONS
@@ -35,4 +35,5 @@ def test_fields_of_the_model_and_a_model_without_one(tmp_path):
         load(kit.TINY, stochastic_depth=0.25)
     cfg = parsing.parse(kit.flags(stochastic_depth=0.5), OPTIONS)[0]
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.5, but Linear is not a model of transformers"):
-        stochastic_depth.change_built_model(SimpleNamespace(cfg=cfg), torch.nn.Linear(2, 2), None, False)
+        [addon] = used_addons(cfg)
+        addon.change_built_model(SimpleNamespace(cfg=cfg), torch.nn.Linear(2, 2), None, False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from addons.techniques import TECHNIQUES, complete, identity
+from addons.techniques import TECHNIQUES, NamedTechniques
 from src.config.addons import run_config
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
@@ -18,7 +18,7 @@ EMA_CLASS = TECHNIQUES["ema"]()
 def with_techniques(techniques: dict | None) -> RunConfig:
     """Return a run's fields as train.py has them once it has read the techniques."""
     cfg = run_config(output_dir="run", max_steps=12, techniques=techniques)
-    return replace(cfg, **complete(cfg))
+    return replace(cfg, **NamedTechniques(cfg.techniques).complete(cfg))
 
 
 EMA = {"ema": {"decay": 0.999}}
@@ -96,4 +96,4 @@ def test_technique_that_depends_on_the_length_of_a_run_is_not_extended(tmp_path)
 
 def test_technique_of_a_checkpoint_that_is_not_here_any_more():
     values = {"techniques": {"gone": {"rate": 1}}, "max_steps": 4, "num_train_epochs": None}
-    assert identity(values)["techniques.gone"] == {"rate": 1}
+    assert NamedTechniques.identity(values)["techniques.gone"] == {"rate": 1}

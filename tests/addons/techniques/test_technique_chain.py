@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from addons.techniques import TECHNIQUES, Technique, complete, sam, technique_class
+from addons.techniques import TECHNIQUES, NamedTechniques, Technique, sam, technique_class
 from addons.techniques._chain import TechniqueChain, exchanged
 from addons.techniques._options import options_of
 from src.config.addons import run_config
@@ -210,8 +210,9 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_recorded_defaults_are_read_again(name):
     cfg = run_config(techniques={name: options_of(TECHNIQUES[name]()()) | REQUIRED.get(name, {})})
-    recorded = json.loads(json.dumps(complete(cfg)))
-    assert complete(replace(cfg, **recorded)) == recorded
+    each = NamedTechniques(cfg.techniques)
+    recorded = json.loads(json.dumps(each.complete(cfg)))
+    assert each.complete(replace(cfg, **recorded)) == recorded
 
 
 def test_the_page_shows_all_defaults():
