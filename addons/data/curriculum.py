@@ -52,8 +52,9 @@ class Curriculum(AddOn):
     curriculum_column: str | None = option(
         "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
         group="data",
+        is_rare=True,
     )
-    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
+    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1, is_rare=True)
 
     def errors(self, cfg: Any, training: bool) -> Iterator[str]:
         """Yield an error for half a curriculum."""

@@ -41,6 +41,7 @@ class RowWeights(AddOn):
     sample_weight_column: str | None = option(
         "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
         group="data",
+        is_rare=True,
     )
 
     def errors(self, cfg: Any, training: bool) -> Iterator[str]:

@@ -130,15 +130,22 @@ class SizeWarmups(AddOn):
         group="batch",
         min=1,
         max=10**6,
+        is_rare=True,
     )
     batch_size_warmup_start: int | None = option(
-        "first global batch of the warmup; the following ones are multiples of it", min=1
+        "first global batch of the warmup; the following ones are multiples of it",
+        min=1,
+        is_rare=True,
     )
     sequence_length_warmup_steps: int | None = option(
-        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)", min=1
+        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)",
+        min=1,
+        is_rare=True,
     )
     sequence_length_warmup_start: int | None = option(
-        "first length in tokens of the warmup; the following ones are multiples of it", min=2
+        "first length in tokens of the warmup; the following ones are multiples of it",
+        min=2,
+        is_rare=True,
     )
 
     def errors(self, cfg: Any, training: bool) -> Iterator[str]:

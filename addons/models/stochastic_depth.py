@@ -22,6 +22,7 @@ class StochasticDepth(AddOn):
         group="model",
         min=0,
         below=1,
+        is_rare=True,
     )
 
     def change_config(self, cfg: Any, config: Any) -> None:

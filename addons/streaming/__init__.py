@@ -24,7 +24,9 @@ class Streaming(AddOn):
         group="data",
     )
     stream_lanes: int | None = option(
-        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
+        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)",
+        min=1,
+        is_rare=True,
     )
 
     knows_all_rows = False

@@ -24,9 +24,12 @@ class HubUpload(AddOn):
         group="checkpoints",
         may_change_on_resume=True,
         from_checkpoint=False,  # it publishes
+        is_rare=True,
     )
     hub_model_id: str | None = option(
-        "repository for push_to_hub (default: your account and the name of the run folder)", may_change_on_resume=True
+        "repository for push_to_hub (default: your account and the name of the run folder)",
+        may_change_on_resume=True,
+        is_rare=True,
     )
 
     def errors(self, cfg: Any, training: bool) -> Iterator[str]:

@@ -56,6 +56,7 @@ class Option:
     # May name a local file or folder, so ~ and $NAME are expanded. With True, config.yaml records the absolute path; with
     # AS_GIVEN, the name: of an output, and of what a resumed run compares by its name.
     is_path: bool | str = False
+    is_rare: bool = False  # True if few runs set it: --help then only names it, and --help all shows it
     group: str = ""  # heading in --help; a field without a group belongs to the group of the field above
 
 
@@ -181,7 +182,9 @@ def _adapter(kind: type, name: str) -> TypeAdapter:
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     rules = field.metadata["option"]
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
+    extra = {"default": default}
+    extra |= {"x-group": rules.group} if rules.group else {}
+    extra |= {"x-rare": True} if rules.is_rare else {}
     value = _with_rules(field_types(kind)[name], rules)
     return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
 

@@ -18,16 +18,6 @@ DESCRIPTION = (
     "field with the default none. --task NAME --help shows the options of another task, --help all every field. "
     "README.md links all docs."
 )
-# Fields that few runs set: of the core, and of add-ons all but these. They are shown by --help all.
-SELDOM = (
-    "model_revision tokenizer_name attn_implementation trust_remote_code dataset_config_name dataset_revision "
-    "dataset_split cache_dir cache_per_node preprocessing_num_workers per_device_batch_tokens pad_to_multiple_of "
-    "optim_args adam_beta1 adam_beta2 adam_epsilon parameter_groups lr_layer_decay max_skipped_steps "
-    "lr_scheduler_kwargs warmup_start_lr greater_is_better stop_on_nan_metric save_keep_every max_failed_saves "
-    "drift_check_steps project run_name profile_steps tf32 sync_each_batch ddp_comm_hook ddp_find_unused_parameters "
-    "ddp_timeout dataloader_num_workers dataloader_timeout"
-)
-OFTEN = ("peft", "streaming", "techniques", "validation_split")
 OWN_FLAGS = {"eval.py": {"checkpoint": "run, checkpoint or final model; its configuration applies"}}
 PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "true|false", "object": "{NAME: VALUE}"}
 
@@ -65,9 +55,9 @@ def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
 
     Fields that few runs set are only named, unless `everything` is asked for."""
     core = {name: field for name, field in schema["properties"].items() if field}
-    seldom = [n for n, field in core.items() if n in SELDOM.split() or ("x-add-on" in field and n not in OFTEN)]
-    hidden = [] if everything else seldom
     tasks = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
+    of_task = tasks.get(task, {})
+    hidden = [] if everything else [name for name, field in (core | of_task).items() if field.get("x-rare")]
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config configs/NAME.yaml] [--flag value …]",
@@ -83,7 +73,7 @@ def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
     for name, text in OWN_FLAGS.get(program, {}).items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
     groups: dict[str, Any] = {}  # the fields of an add-on stand in a group of the core's
-    for fields, heading in ((core, "run"), (tasks.get(task, {}), f"task {task}")):
+    for fields, heading in ((core, "run"), (of_task, f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
             if name in hidden:
