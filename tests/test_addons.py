@@ -1,5 +1,7 @@
-"""The core knows no add-on by name, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
+"""The core knows no add-on by name, calls the methods of AddOn, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
 
+import ast
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from src.config.add_on import AddOn
-from src.config.addons import addon_class, addons_with_fields
+from src.config.addons import addon_class, addon_names, addons_with_fields
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from tests.helpers import kit
@@ -47,6 +49,63 @@ def test_core_names_no_addon_and_only_the_lists_import_what_they_find():
 )
 def test_mutant_import_is_caught(mutant):
     assert len(named_in(f'"""Docstrings may name addons.tasks.seq2seq."""\n{mutant}\n')) == 1
+
+
+# ---- no name of an add-on, or of a field of one --------------------------------------------------------------------------
+
+# Names that mean something else in the core: English words, files of a run, its own module of techniques.
+OWN_WORDS = {"evaluate", "fork", "ledger", "preference", "preview", "same", "techniques"}
+EXCEPTIONS = {
+    ("src/config/parsing.py", "deepspeed"),  # a field of the HF Trainer
+    ("src/models/config_and_tokenizer.py", "peft"),  # the package whose files on the Hub are refused
+    # What a name of an optimizer is: src/config/optimizer_class.py knows one add-on.
+    *((f"src/{file}.py", "muon") for file in ("config/optimizer_class", "config/schema", "training/memory")),
+    ("src/config/optimizer_class.py", "schedule_free"),
+}
+
+
+def names_of_addons() -> set[str]:
+    """Return the names of all add-ons and of the fields that they declare."""
+    rooms = [path.name for path in (kit.REPOSITORY / "addons").glob("[!_.]*") if path.is_dir()]
+    names = {name for room in rooms if room != "streaming" for name in addon_names(room)}
+    fields = {field.name for kind in addons_with_fields() for field in dataclasses.fields(kind)}
+    return names | fields
+
+
+def names_in(source: str, names: set[str]) -> set[str]:
+    """Return which of `names` a file has as identifiers, or as words of its strings that are no docstrings."""
+    tree = ast.parse(source)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # a docstring
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, str):
+                found |= names & set(re.findall(r"\w+", value))
+    return found
+
+
+def test_core_uses_no_name_of_an_addon():
+    names = names_of_addons()
+    for path in (kit.REPOSITORY / "src").rglob("*.py"):
+        file = str(path.relative_to(kit.REPOSITORY))
+        allowed = OWN_WORDS | {name for where, name in EXCEPTIONS if where == file}
+        assert names_in(path.read_text(), names) - allowed == set(), file
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        'if getattr(cfg, "streaming", False):\n    pass',
+        "streaming = cfg.streaming",
+        'OFTEN = "peft streaming"',
+        "text = f'give {name} or streaming: true'",
+        "def read(streaming):\n    pass",
+        "call(streaming=True)",
+    ],
+)
+def test_mutant_name_of_an_addon_is_caught(mutant):
+    assert names_in(f'"""A docstring may explain streaming."""\n{mutant}\n', {"streaming"}) == {"streaming"}
 
 
 # ---- the class AddOn ----------------------------------------------------------------------------------------------------

@@ -127,6 +127,13 @@ class DeepSpeed(Backend):
                 state[path.split("/", 1)[0]] = value
 
 
+def backend_type(accelerator: "Accelerator") -> type[DeepSpeed] | None:
+    """Return the class for a launch with DeepSpeed, None for any other, and for one that also splits layers."""
+    mesh = accelerator.parallelism_config
+    splits_layers = mesh is not None and mesh.tp_size > 1
+    return DeepSpeed if accelerator.distributed_type.value == "DEEPSPEED" and not splits_layers else None
+
+
 class AcceleratorOfEngine:
     """The Accelerator, with a backward pass that updates no weights: accelerate's own would, after each one."""
 

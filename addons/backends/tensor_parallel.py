@@ -73,8 +73,11 @@ class TensorParallelFSDP2(TensorParallel, FSDP2):
     """Each layer split over some processes, and the parts sharded over the others."""
 
 
-def backend_type(accelerator: "Accelerator") -> type[TensorParallel]:
-    """Return the class for this launch; raise UsageError for DeepSpeed."""
+def backend_type(accelerator: "Accelerator") -> type[TensorParallel] | None:
+    """Return the class for a launch that splits layers, None for any other; raise UsageError for DeepSpeed."""
+    mesh = accelerator.parallelism_config
+    if mesh is None or mesh.tp_size == 1:
+        return None
     kind = accelerator.distributed_type.value
     if kind == "DEEPSPEED":
         raise UsageError(f"tp_size is {accelerator.parallelism_config.tp_size}: {NEEDS}")

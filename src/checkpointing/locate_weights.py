@@ -13,6 +13,7 @@ from typing import Any
 
 from src.checkpointing.checkpoint_folder import newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
+from src.config.add_on import AddOn, overrides
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import Source, declared_options, is_from_checkpoint
@@ -150,13 +151,15 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
 
     train_file is used only for the rows held out of it: it may be a URL without its credentials."""
     dropped = {"train_file"} if "validation_file" in values else set()
-    if "validation_split" not in given | values.keys():
+    kinds = [kind for kind in config_type({*given, *values}).addons if overrides(kind, AddOn.find_sources)]
+    holding_out = {name for kind in kinds for name in declared_options(kind)}
+    if not holding_out & {*given, *values}:
         dropped.add("dataset_split")  # it names training data
     if given & {"dataset_name", "train_file", "validation_file"}:
         dropped = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split"}
         dropped |= {"train_file", "validation_file"}
         if "train_file" not in given:  # rows are held out of the given training data as in the run
-            dropped.add("validation_split")
+            dropped |= holding_out
     return {name: value for name, value in values.items() if name not in dropped}
 
 

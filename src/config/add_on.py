@@ -124,9 +124,10 @@ class AddOn:
         return ""
 
 
-def overrides(addon: AddOn, *methods: Callable[..., Any]) -> bool:
-    """Return whether an add-on defines one of these methods of AddOn."""
-    return any(getattr(type(addon), method.__name__) is not method for method in methods)
+def overrides(addon: AddOn | type[AddOn], *methods: Callable[..., Any]) -> bool:
+    """Return whether an add-on, or its class, defines one of these methods of AddOn."""
+    kind = addon if isinstance(addon, type) else type(addon)
+    return any(getattr(kind, method.__name__) is not method for method in methods)
 
 
 def check_names(kind: type[AddOn]) -> None:

@@ -28,7 +28,7 @@ class RunConfig:
     addons: ClassVar[tuple[type[AddOn], ...]] = ()
 
     task: str = option(
-        "kind of model: causal_lm, seq2seq, segmentation, … (docs/tasks.md)",
+        "kind of model: causal_lm, text_classification, … (docs/tasks.md)",
         "causal_lm",
         group="run",
         from_checkpoint=True,

@@ -136,10 +136,16 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
         yield f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, {fix}"
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
-    held_out = any(overrides(each, AddOn.find_sources) for each in used_addons(cfg))  # training rows are evaluated
-    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
+    # True: rows of the training data are evaluated.
+    uses_training_data = any(overrides(each, AddOn.find_sources) for each in used_addons(cfg))
+    if (
+        not cfg.dataset_name
+        and not cfg.validation_file
+        and not cfg.mixture
+        and not (cfg.train_file and uses_training_data)
+    ):
         yield f"no data: give --validation_file or --dataset_name {TRY}"
-    if cfg.dataset_split and not held_out:
+    if cfg.dataset_split and not uses_training_data:
         yield f"dataset_split is {cfg.dataset_split}, the split to train on: remove it, to evaluate the split validation"
 
 

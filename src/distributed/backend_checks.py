@@ -95,7 +95,7 @@ def check_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parame
         missing = [names[int(index)] for index in indices[1].split()] if indices else ["some parameters"]
         raise UsageError(
             f"the loss does not use {', '.join(missing[:5])} in this step, and DDP waits for their gradients: freeze them by "
-            "the field freeze (an adapter of peft: name the layers in its exclude_modules), or, if other rows use them, "
+            "the field freeze (of an adapter: name the layers in its exclude_modules), or, if other rows use them, "
             "set --ddp_find_unused_parameters true"
         ) from error
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.addons import load_addon
+from src.config.addons import addon_names, first_answer, load_addon
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import backend_checks, optimizer_state
@@ -25,21 +25,37 @@ from src.runtime import private_apis
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+WITHOUT_SHARDS = ("NO", "XLA")  # accelerate's names of launches with a whole model in each process, besides MULTI_…
+
 
 def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
     """Return the backend of this launch; raise UsageError on every rank for settings that it does not support."""
-    distributed_type, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
-    if mesh is not None and mesh.tp_size > 1:
-        chosen = load_addon("backends", "tensor_parallel").backend_type(accelerator)
-    elif distributed_type == "DEEPSPEED":
-        chosen = load_addon("backends", "deepspeed").DeepSpeed
-    elif distributed_type == "FSDP":
+    kind = accelerator.distributed_type.value
+    mesh = accelerator.parallelism_config
+    splits_layers = mesh is not None and mesh.tp_size > 1
+    if kind == "FSDP" and not splits_layers:
         from src.distributed.fsdp2 import FSDP2 as chosen
-    else:
+    elif (kind in WITHOUT_SHARDS or kind.startswith("MULTI_")) and not splits_layers:
         chosen = Backend
+    else:
+        chosen = _backend_of_addon(accelerator)
     backend = chosen(accelerator, cfg)
     backend_checks.check_settings(backend, cfg)
     return backend
+
+
+def _backend_of_addon(accelerator: "Accelerator") -> type["Backend"]:
+    """Return the class of the add-on that runs this launch; raise UsageError if none does."""
+    names = addon_names("backends")
+    chosen = first_answer(load_addon("backends", name).backend_type(accelerator) for name in names)
+    if chosen is None:
+        mesh = accelerator.parallelism_config
+        kind = accelerator.distributed_type.value + (f" with tp_size {mesh.tp_size}" if mesh else "")
+        raise UsageError(
+            f"distributed_type is {kind}, which no file of addons/backends/ runs (here: {', '.join(names) or 'none'}): "
+            "restore the one that does, or use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
+        )
+    return chosen
 
 
 class Backend:

@@ -33,13 +33,17 @@ def check_environment() -> None:
         )
 
 
+def sharding_of_launch() -> list[str]:
+    """Return what shards the model in this launch, by accelerate's names, which are those of its variables."""
+    names = ("FSDP", "DEEPSPEED")
+    return [name for name in names if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
+
+
 def init_accelerator(cfg: RunConfig) -> "Accelerator":
     """Return the Accelerator; raise UsageError if its process group or precision is not the requested one."""
     console.reroute()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    sharding = [
-        name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
-    ]
+    sharding = sharding_of_launch()
     if "FSDP" in sharding and os.environ.get("FSDP_VERSION") != "2":  # by default accelerate takes 1
         raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
     if os.environ.get("FSDP_IGNORED_MODULES"):  # accelerate would not sum their gradients over the processes

@@ -1,15 +1,15 @@
-"""Metrics of the rows of an evaluation: F1, Pearson and Spearman correlation; addons/metrics/evaluate loads all others.
+"""Metrics of the rows of an evaluation: F1, Pearson and Spearman correlation; an add-on of addons/metrics/ loads all others.
 
 Tests: tests/tasks/test_text_classification.py and tests/addons/metrics/test_evaluate.py.
 """
 
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 
-from src.config.addons import load_addon
-
-ADDON = ("metrics", "evaluate")  # room and name
+from src.config.addons import addon_names, load_addon
+from src.config.errors import UsageError
 
 
 def f1(predictions, references) -> float:
@@ -43,12 +43,23 @@ def ranks(values) -> np.ndarray:
 BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
 
 
+def _addon(name: str) -> ModuleType:
+    """Return the add-on that loads metrics which are not built in; raise UsageError for the metric `name` without one."""
+    there = addon_names("metrics")
+    if not there:
+        raise UsageError(
+            f"metrics: what loads {name} is an add-on that is not here: restore addons/metrics/, or choose from "
+            f"{', '.join(BUILT_IN)}"
+        )
+    return load_addon("metrics", there[0])
+
+
 def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
     """Return the names without `none`, after loading each metric: it should fail before the first evaluation."""
     names = [name for name in names if name != "none"]
     for name in names:
         if name not in BUILT_IN:
-            load_addon(*ADDON).load_metric(name, trust_remote_code)
+            _addon(name).load_metric(name, trust_remote_code)
     return names
 
 
@@ -59,5 +70,5 @@ def compute_metrics(names: list[str], predictions: list, references: list, trust
         if name in BUILT_IN:
             values[name] = BUILT_IN[name](predictions, references)
         else:
-            values |= load_addon(*ADDON).compute_metric(name, predictions, references, trust_remote_code)
+            values |= _addon(name).compute_metric(name, predictions, references, trust_remote_code)
     return values

@@ -14,6 +14,7 @@ from src.config.addons import load_addon
 from src.config.schema import RunConfig
 from src.data.prepared_split import Split
 from src.distributed.backends import Backend
+from src.distributed.init_accelerator import sharding_of_launch
 from src.runtime import exit_codes
 from src.tasks import Task
 
@@ -37,9 +38,10 @@ def describe_memory(
     """Return one line: the memory per device under this launch's backend.
 
     `copies`: copies of the trained weights that techniques have."""
-    if _env("ACCELERATE_USE_DEEPSPEED") == "true":
-        deepspeed = load_addon("backends", "deepspeed")
-        name, sizes, offload = deepspeed.memory_of_launch(cfg, *count_parameters(model), copies)
+    addons = [name for name in sharding_of_launch() if name != "FSDP"]
+    if addons:  # the add-on has accelerate's name
+        addon = load_addon("backends", addons[0].lower())
+        name, sizes, offload = addon.memory_of_launch(cfg, *count_parameters(model), copies)
     else:
         name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)

@@ -10,16 +10,18 @@ import numpy as np
 
 from src.config.addons import addon_names
 from src.config.errors import UsageError
-from src.models.metrics import ADDON, BUILT_IN
+from src.models.metrics import BUILT_IN
+
+SHIPPED = "metrics/evaluate"  # this folder
 
 
 def load_metric(name: str, trust_remote_code: bool):
     """Return the metric `name`: a file of this folder, or with `trust_remote_code` a Hub or local script."""
-    if name in addon_names("/".join(ADDON)):
+    if name in addon_names(SHIPPED):
         return _load_shipped(name)
     if not trust_remote_code:
         raise UsageError(
-            f"metrics: {name} is none of {', '.join(sorted([*BUILT_IN, *addon_names('/'.join(ADDON))]))}, so loading it would run "
+            f"metrics: {name} is none of {', '.join(sorted([*BUILT_IN, *addon_names(SHIPPED)]))}, so loading it would run "
             "a script: give --trust_remote_code true if you trust it"
         )
     local = Path(name, f"{name}.py")

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from addons.backends import deepspeed
 from src.config import addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import backend_checks
+from src.distributed import backend_checks, backends
+from src.training import memory
 from tests.helpers import kit
 
 
@@ -34,3 +36,40 @@ def test_fields_that_an_add_on_does_not_support_are_refused(addon, name, fields)
     backend: Any = SimpleNamespace(accelerator=accelerator, unsupported=kind.unsupported, name="other backend")
     with pytest.raises(UsageError, match=f"{next(iter(fields))} is .* other backend does not support.*fsdp2"):
         backend_checks.check_settings(backend, addons.run_config(**fields))
+
+
+def launch(kind: str, tp_size: int) -> Any:
+    """Return what `make_backend` reads of an accelerator; accelerate would need the packages and devices of the launch."""
+    mesh = SimpleNamespace(tp_size=tp_size, cp_size=1, sp_size=1) if tp_size > 1 else None
+    return SimpleNamespace(distributed_type=SimpleNamespace(value=kind), parallelism_config=mesh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp_size", "expected"),
+    [
+        ("DEEPSPEED", 1, "DeepSpeed"),
+        ("FSDP", 2, "TensorParallelFSDP2"),
+        ("MULTI_CPU", 2, "TensorParallel"),
+        ("DEEPSPEED", 2, "tp_size is 2: tensor parallelism needs"),
+        ("MEGATRON_LM", 1, "distributed_type is MEGATRON_LM, which no file of addons/backends/ runs"),
+    ],
+)
+def test_add_on_that_runs_a_launch(kind, tp_size, expected):
+    for name in ("deepspeed", "tensor_parallel"):
+        kit.need_addon(f"backends/{name}")
+    try:
+        found = backends._backend_of_addon(launch(kind, tp_size)).__name__
+    except UsageError as error:
+        found = str(error)
+    assert found.startswith(expected)
+
+
+def test_launch_of_a_removed_add_on_is_refused(monkeypatch):
+    """Also its plan in a dry run, which asks by the variable of the launcher."""
+    monkeypatch.setattr(backends, "addon_names", lambda room: [])
+    with pytest.raises(UsageError, match=r"distributed_type is DEEPSPEED, which .* \(here: none\): restore"):
+        backends._backend_of_addon(launch("DEEPSPEED", 1))
+    monkeypatch.setattr(addons, "addon_names", lambda room: [])
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UsageError, match="deepspeed is an add-on that is not here: restore addons/backends/deepspeed"):
+        memory.describe_memory(RunConfig(), torch.nn.Linear(2, 2), str)
