@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from src.checkpointing import resume, run_identity
+from src.training.schedules import has_same_rates
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state
 
@@ -44,7 +45,8 @@ def identity_of(tiny: dict, **fields) -> dict:
 def finder(folder: Path, tiny: dict, **fields) -> Callable[[], tuple[Path | None, list[str]]]:
     """Return a function: what the main process would resume from, and its messages about that."""
     task, splits = kit.open_data(**values(tiny, **fields), output_dir=folder)
-    return partial(resume.find_checkpoint, task.cfg, task.options, run_identity.identity("no", 1, task.cfg, splits))
+    current = run_identity.identity("no", 1, task.cfg, splits)
+    return partial(resume.find_checkpoint, task.cfg, task.options, current, has_same_rates)
 
 
 def same_run(one: kit.Run, other: kit.Run) -> bool:
