@@ -10,13 +10,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from src.checkpointing.tensor_files import Tensors, collect_shards, write_index, write_shard
+from src.checkpointing.tensor_files import Tensors, collect_shards, shard_folder, write_index
 from src.config.errors import UsageError, is_disk_error, warn
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
@@ -56,24 +56,23 @@ class BackgroundWriter:
         self.slowest = 0.0  # seconds of the slowest write
         on_exit(finish_writing)
 
-    def start(self, what: str, work: Callable[[], None]) -> None:
-        """Start `work()`, which writes `what`. A failure of the disk is counted, an error of code kept in `error`."""
-
-        def work_or_error() -> None:
-            began = time.perf_counter()
-            try:
-                work()
-                self.failures = 0
-            except BaseException as error:
-                if is_disk_error(error):
-                    self._count_failure(what, error)
-                else:
-                    self.error = error
-            self.slowest = max(self.slowest, time.perf_counter() - began)
-
+    def start(self, what: str, work: Callable[..., None], *args: Any) -> None:
+        """Start `work(*args)`, which writes `what`. A failure of the disk is counted, an error of code kept in `error`."""
         self.folders += 1
-        self.thread = threading.Thread(target=work_or_error, name=NAME, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(what, work, *args), name=NAME, daemon=True)
         self.thread.start()
+
+    def _run(self, what: str, work: Callable[..., None], *args: Any) -> None:
+        began = time.perf_counter()
+        try:
+            work(*args)
+            self.failures = 0
+        except BaseException as error:
+            if is_disk_error(error):
+                self._count_failure(what, error)
+            else:
+                self.error = error
+        self.slowest = max(self.slowest, time.perf_counter() - began)
 
     def _count_failure(self, what: str, error: BaseException) -> None:
         self.failures += 1
@@ -112,33 +111,34 @@ class BackgroundWriter:
         self.failed()  # raises an error of code before the others are asked: this rank has the traceback
         return not self.hosts.sum([float(self.failures)])[0]
 
-    def publish(
-        self,
-        folder: Path,
-        step: int,
-        write: Callable[[Path], None],
-        complete: Callable[[Path], bool] = lambda folder: False,
-    ) -> None:
-        """Write and publish `folder` on the main process; on other ranks write this rank's shard for it.
+    # ---- in the background thread ------------------------------------------------------------------------------------
 
-        `complete(temporary folder)`, on the main process, adds files; it returns whether it has changed others."""
+    def temporary_folder(self, folder: Path) -> AbstractContextManager[Path]:
+        """Return the folder in which this rank writes its files of `folder`, removed afterwards; use it in `with`.
+
+        On the main process it becomes `folder` by `publish`. On other ranks it is a shard, complete at the end of
+        `with`."""
         shards = folder.with_name(f".{folder.name}.{self.folders}.parts")
         if not self.is_main:
-            return write_shard(shards, self.rank, write)
+            return shard_folder(shards, self.rank)
         if self.shards is not None:  # of a write that failed: no rank writes there any more, but it takes space
             shutil.rmtree(self.shards, ignore_errors=True)
         self.shards = shards if self.world > 1 else None
+        return atomic_folder.temporary_folder(folder)
 
-        def write_and_collect(temporary: Path) -> dict:
-            write(temporary)
-            entries = {}
-            if self.world > 1:
-                entries = collect_shards(shards, self.world, temporary)
-                write_index(temporary)
-            return {} if complete(temporary) else entries
+    def add_shards(self, temporary: Path) -> dict[str, dict]:
+        """Move the shards of all other ranks into the main process's temporary folder, when they are complete; return
+        their hashes."""
+        if self.shards is None:
+            return {}
+        hashes = collect_shards(self.shards, self.world, temporary)
+        write_index(temporary)
+        return hashes
 
+    def publish(self, temporary: Path, folder: Path, step: int, hashes: dict[str, dict]) -> None:
+        """Rename the main process's temporary folder to `folder`, with a manifest; `hashes`: those of other ranks."""
         precision = self.accelerator.mixed_precision
-        atomic_folder.publish(folder, write_and_collect, step=step, mixed_precision=precision)
+        atomic_folder.put_in_place(temporary, folder, hashes, step=step, mixed_precision=precision)
 
 
 # ---- copy to the host -----------------------------------------------------------------------------------------------
@@ -153,11 +153,8 @@ class HostCopy:
         self.memory: dict[tuple[str, str], torch.Tensor] = {}
         self.reserving: threading.Thread | None = None
 
-    def reserve(self, collect_tensors: Callable[[], tuple[dict[str, dict[str, Any]], Any]]) -> None:
-        """Allocate the memory of `take` for tensors on a GPU in the background, once: pinning takes 0.14 s a GB."""
-        if self.reserving:
-            return
-        tensors, _ = collect_tensors()
+    def reserve(self, tensors: dict[str, dict[str, Any]]) -> None:
+        """Allocate the memory of `take` for tensors on a GPU in the background: pinning takes 0.14 s a GB. Call it once."""
         rank_of = assign_tensors_to_ranks(tensors, self.world)
         values = {(part, name): value for part, named in tensors.items() for name, value in named.items()}
         first = {id(value): key for key, value in reversed(values.items())}  # tied weights share the copy of the first
@@ -166,13 +163,13 @@ class HostCopy:
         on_gpu = [(key, values[key]) for key in new if getattr(values[key], "is_cuda", False)]
         shapes = [(key, value.shape, value.dtype) for key, value in on_gpu]
 
-        def allocate() -> None:
-            with suppress(RuntimeError):  # `take` tries again
-                for key, shape, dtype in shapes:
-                    self.memory[key] = torch.empty(shape, dtype=dtype, pin_memory=True)
-
-        self.reserving = threading.Thread(target=allocate, daemon=True)
+        self.reserving = threading.Thread(target=self._allocate, args=(shapes,), daemon=True)
         self.reserving.start()
+
+    def _allocate(self, shapes: list[tuple[tuple[str, str], torch.Size, torch.dtype]]) -> None:
+        with suppress(RuntimeError):  # `take` tries again
+            for key, shape, dtype in shapes:
+                self.memory[key] = torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def take(self, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensors]:
         """Return copies of this rank's tensors in host memory; tied weights share one copy. Waits for the device.

@@ -33,12 +33,13 @@ def collect_tensors(
 
     A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
     model = model_with_loss.model
-    tensors, numbers = {"model": backend.named_weights(model_with_loss.task.saved(model))}, {}
+    tensors = {"model": backend.named_weights(model_with_loss.task.saved(model))}
+    values = {}
     for part, holder in parts.items():
         state = backend.named_moments(model, holder) if part == "optimizer" else holder.state_dict()
         tensors[part] = {name: value for name, value in state.items() if isinstance(value, TENSOR)}
-        numbers[part] = {name: value for name, value in state.items() if not isinstance(value, TENSOR)}
-    return tensors, numbers
+        values[part] = {name: value for name, value in state.items() if not isinstance(value, TENSOR)}
+    return tensors, values
 
 
 def write_checkpoint(

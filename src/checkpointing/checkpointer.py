@@ -69,7 +69,7 @@ class Checkpointer:
         here = [path.resolve() for path in checkpoint_folder.list_checkpoints(self.folder)]
         self.saved = self._now() if start.checkpoint and start.checkpoint.resolve() in here else None
         self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
-        self.of_addons: list[str] = []  # messages of add-ons that have used final/
+        self.addon_messages: list[str] = []  # about what they did with final/
 
     def begin(self) -> None:
         """Check that all ranks see the run folder. Rename old outputs there that do not fit this run, unless nothing is
@@ -92,9 +92,11 @@ class Checkpointer:
         """Tell the time limit how long a save takes. On a GPU, after the first update, reserve the memory of saves, so
         that the first one need not."""
         self.signals.save_seconds = self.writer.slowest
-        if self.accelerator.device.type == "cuda" and self.state.updates and self.writer.writes:  # moments exist now
-            collect = partial(checkpoint_folder.collect_tensors, self.run.backend, self.run.model, self.parts)
-            self.memory.reserve(collect)
+        has_moments = self.state.updates > 0
+        is_on_gpu = self.accelerator.device.type == "cuda"
+        if is_on_gpu and has_moments and self.writer.writes and not self.memory.reserving:
+            tensors, _ = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
+            self.memory.reserve(tensors)
 
     def update_best(self, metrics: dict) -> None:
         """Compare this evaluation with the best one. If it lacks metric_for_best_model, save and end the run."""
@@ -105,7 +107,7 @@ class Checkpointer:
             self.stop(error)
 
     def save(self) -> None:
-        """Copy the training state to host memory and write checkpoints/step_N in the background."""
+        """Copy the training state to host memory, and let the background thread write checkpoints/step_N (`_write`)."""
         with self.run.meter.paused():
             began, state = time.perf_counter(), self.state
             state.finish_update(self.cfg.max_skipped_steps)
@@ -122,20 +124,39 @@ class Checkpointer:
             if self.writer.is_busy(min(SLOW_DISK, self.cfg.ddp_timeout / 2)):
                 warn(f"the checkpoint of step {state.step} is skipped: the one before it is still being written")
                 return
-            copying, scaler = time.perf_counter(), self.accelerator.scaler
-            tensors, numbers = self._host_copy()
+            copying = time.perf_counter()
+            tensors, values = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
+            copies = self.memory.take(tensors)  # a collective for sharded tensors
             now = time.perf_counter()
-            saved = {"progress": self.state.saved_fields(), "meter": meter, "numbers": numbers} | self.metadata
+            saved = {"progress": self.state.saved_fields(), "meter": meter, "numbers": values} | self.metadata
+            scaler = self.accelerator.scaler
             saved["scaler"] = scaler.state_dict() if scaler is not None else None
+            saved = deepcopy(saved)  # techniques may change their values while it is written
             pause = f"training paused {now - began:.3f} s for it ({now - copying:.3f} s to copy it to the host)"
-            # A copy of the state, because techniques may change their values while it is written.
-            write = partial(self._write, tensors, deepcopy(saved), self._flush(), pause)
-            self.writer.start(f"THE CHECKPOINT OF STEP {state.step}", write)
+            self.writer.start(f"THE CHECKPOINT OF STEP {state.step}", self._write, copies, saved, self._flush(), pause)
 
-    def _host_copy(self) -> tuple[dict[str, Tensors], dict[str, dict]]:
-        """Return (tensors that this rank writes, other values) of a checkpoint; a collective for sharded tensors."""
-        tensors, numbers = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
-        return self.memory.take(tensors), numbers
+    def _write(self, tensors: dict[str, Tensors], state: dict, error: OSError | None, pause: str) -> None:
+        """Write a checkpoint, then delete old ones; in the background thread. `error`: of the lines that come before."""
+        writer = self.writer
+        progress = state["progress"]
+        step = progress["step"]
+        folder = self.folder / "checkpoints" / f"step_{step:08d}"
+        if error is not None:
+            raise error
+        for file in self.run.files:
+            if file.path.exists():  # it does not exist before its first line
+                atomic_folder.fsync(file.path)
+        with writer.temporary_folder(folder) as temporary:
+            checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, state, writer.rank, writer.world)
+            if self.is_main:
+                hashes = writer.add_shards(temporary)
+                writer.publish(temporary, folder, step, hashes)
+        if not self.is_main:
+            return
+        self.saved = step, progress["evaluated"]
+        checkpoint_folder.prune(self.cfg, progress["best_step"])
+        show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
+        show(f"step {step} saved in {folder}; {pause}")
 
     def _flush(self) -> OSError | None:
         """Write the queued lines of all files, so that a checkpoint is never ahead of metrics.jsonl; return the error."""
@@ -145,27 +166,6 @@ class Checkpointer:
         except OSError as error:
             return error
         return None
-
-    def _write(self, tensors: dict[str, Tensors], state: dict, error: OSError | None, pause: str) -> None:
-        """Write a checkpoint, then delete old ones; in the background thread."""
-        progress, writer, files = state["progress"], self.writer, self.run.files
-        step, folder = progress["step"], self.folder / "checkpoints" / f"step_{progress['step']:08d}"
-
-        def write(temporary: Path) -> None:
-            checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, state, writer.rank, writer.world)
-
-        if error is not None:
-            raise error
-        for file in files:
-            if file.path.exists():  # it does not exist before its first line
-                atomic_folder.fsync(file.path)
-        writer.publish(folder, step, write)
-        if not self.is_main:
-            return
-        self.saved = step, progress["evaluated"]
-        checkpoint_folder.prune(self.cfg, progress["best_step"])
-        show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
-        show(f"step {step} saved in {folder}; {pause}")
 
     # ---- the end of a run --------------------------------------------------------------------------------------------
 
@@ -213,37 +213,38 @@ class Checkpointer:
         if (best or not is_best) and self.techniques.load_final(load_part):
             self.average, best = self.techniques.final, None
         if not is_written:
-            self._start_final(final, best)
+            tensors: Tensors = {}
+            if best is None and self.writer.writes:
+                collected, _ = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, {})
+                tensors = self.memory.take(collected)["model"]
+            if self.writer.writes:
+                self.writer.start("THE FINAL MODEL", self._write_final, final, best, tensors)
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete() and not self.cfg.smoke:
-            self.of_addons = [each.final_is_written(self.cfg) for each in used_addons(self.cfg)]
+            self.addon_messages = [each.final_is_written(self.cfg) for each in used_addons(self.cfg)]
 
-    def _start_final(self, final: Path, best: Path | None) -> None:
-        """Start writing final/ from the checkpoint `best`, else from the model in memory."""
-        run, writer, tensors = self.run, self.writer, {}
-        if not writer.writes:
-            return
-        if best is None:
-            tensors = self.memory.take(checkpoint_folder.collect_tensors(run.backend, run.model, {})[0])["model"]
-
-        def write(folder: Path) -> None:
+    def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
+        """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""
+        run, writer = self.run, self.writer
+        with writer.temporary_folder(final) as temporary:
             if best is None:
-                model_folder.write_model(run.model, folder, tensors, writer.rank, writer.world)
+                model_folder.write_model(run.model, temporary, tensors, writer.rank, writer.world)
             elif self.is_main:
-                checkpoint_folder.copy_model(best, folder)
-
-        def complete(folder: Path) -> bool:
-            return model_folder.complete_final(folder, run, self.metadata["config"], self.final_step, self.average)
-
-        writer.start("THE FINAL MODEL", lambda: writer.publish(final, self.final_step, write, complete))
+                checkpoint_folder.copy_model(best, temporary)
+            if self.is_main:
+                hashes = writer.add_shards(temporary)
+                model_folder.write_card(temporary, run, self.metadata["config"], self.final_step, self.average)
+                if model_folder.change_by_addons(temporary, run):
+                    hashes = {}  # of files that are others now
+                writer.publish(temporary, final, self.final_step, hashes)
 
     # ---- for the summary and --smoke ---------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, and what add-ons did with final/."""
         best = model_folder.best_sentence(self.cfg, self.state, self.final_step, self.average)
-        return "\n".join(line for line in (self.due.early_stop_message(), best, *self.of_addons) if line)
+        return "\n".join(line for line in (self.due.early_stop_message(), best, *self.addon_messages) if line)
 
     def sample(self) -> str | None:
         """Return the sample of a task with the option `sample_prompt`, on the main process, if final/ is the last step."""
@@ -262,10 +263,11 @@ class Checkpointer:
         self.writer.wait_on_all_ranks()
         lines = set()
         if self.writer.writes:
-            tensors, numbers = self._host_copy()
+            tensors, values = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
+            copies = self.memory.take(tensors)
             lines |= {
-                f"{part}/{name}: {digest(value)}" for part, named in tensors.items() for name, value in named.items()
+                f"{part}/{name}: {digest(value)}" for part, named in copies.items() for name, value in named.items()
             }
-            for part, named in (numbers | {"progress": self.state.saved_fields()}).items():
+            for part, named in (values | {"progress": self.state.saved_fields()}).items():
                 lines |= {f"{part}/{name}: {json.dumps(value)}" for name, value in named.items()}
         return dict(line.split(": ", 1) for line in self.hosts.union(lines))

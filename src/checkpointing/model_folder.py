@@ -107,9 +107,8 @@ def is_final_of(step: int, folder: Path) -> bool:
     return verify_hashes.read_metadata(folder).get("step") == step and not verify_hashes.verify(folder)
 
 
-def complete_final(folder: Path, run: Run, config: dict, final_step: int, average: str) -> bool:
-    """Write the card of final/ and let add-ons change it, such as merging an adapter; return whether one has done so."""
-    write_card(folder, run, config, final_step, average)
+def change_by_addons(folder: Path, run: Run) -> bool:
+    """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
     changes = [each.change_final_model(folder, run.task) for each in used_addons(run.cfg)]
     return any(changes)
 

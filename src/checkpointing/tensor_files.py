@@ -14,7 +14,8 @@ Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2_checkpo
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,16 @@ def write_index(folder: Path) -> None:
 # ---- ranks that write a folder together on a shared disk -------------------------------------------------------------
 
 
-def write_shard(shards: Path, rank: int, write: Callable[[Path], None]) -> None:
-    """Write this rank's files to SHARDS/RANK, and their hashes or the error to SHARDS/RANK.json.
+@contextmanager
+def shard_folder(shards: Path, rank: int) -> Iterator[Path]:
+    """Yield SHARDS/RANK for this rank's files; afterwards write their hashes, or the error, to SHARDS/RANK.json.
 
-    RANK.json is written last, so its existence tells the main process that the files are complete."""
+    RANK.json is written last, so its existence tells the main process that the files are complete. An error of the disk
+    ends here: the main process counts it for all ranks."""
     folder, outcome = shards / str(rank), shards / f"{rank}.json"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        write(folder)
+        yield folder
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
             atomic_folder.fsync(path)

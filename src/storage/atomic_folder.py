@@ -6,8 +6,8 @@ Tests: tests/storage/test_atomic_folder.py. This file does not depend on the con
 import os
 import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from src.storage.verify_hashes import MANIFEST, manifest_text
@@ -16,24 +16,41 @@ from src.storage.verify_hashes import MANIFEST, manifest_text
 def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> None:
     """Publish in `folder` what `write(temporary folder)` writes, and a manifest; on an error leave `folder` unchanged.
 
-    `write` may return manifest entries of files that other processes have written, flushed and hashed.
+    `write` may return manifest entries of files that other processes have written, flushed and hashed."""
+    with temporary_folder(folder) as temporary:
+        entries = write(temporary) or {}
+        put_in_place(temporary, folder, entries, **metadata)
 
-    The temporary folder is beside the target, so one rename publishes it. All files are fsynced before the rename,
-    the manifest last. An OSError leaves nothing behind. A kill leaves a folder with a name that begins with a dot. Nothing
-    reads such a folder, and the next call removes it."""
-    temporary, old = _hidden(folder)
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`, to be filled and handed to `put_in_place`; afterwards remove it.
+
+    An error leaves nothing behind. A kill leaves a folder with a name that begins with a dot. Nothing reads such a folder,
+    and the next call removes it."""
+    temporary, _ = _hidden(folder)
     _recover(folder)
     new_folders = [path for path in (folder.parent, *folder.parent.parents) if not path.exists()]
     try:
         temporary.mkdir(parents=True)
-        _write_manifest(temporary, write(temporary) or {}, metadata)
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-        for parent in (folder.parent, *(path.parent for path in new_folders)):
-            fsync(parent)
+        for path in new_folders:
+            fsync(path.parent)
+        yield temporary
     finally:
         _recover(folder)  # after an error this puts the old contents back, and frees the space on a full disk
+
+
+def put_in_place(temporary: Path, folder: Path, entries: dict[str, dict], **metadata) -> None:
+    """Add a manifest to a temporary folder, and rename it to `folder`, in place of the old contents.
+
+    `entries` are those of the manifest for files that other processes have written, flushed and hashed. All files are
+    fsynced before the rename, the manifest last; one rename publishes them."""
+    _, old = _hidden(folder)
+    _write_manifest(temporary, entries, metadata)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    fsync(folder.parent)
 
 
 def _hidden(folder: Path) -> list[Path]:

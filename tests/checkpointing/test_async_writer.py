@@ -41,15 +41,15 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize("mutant", [False, True])
 def test_failed_saves_are_warned_about_and_change_nothing(tiny, straight, tmp_path, monkeypatch, mutant):
     """The mutant removes the old checkpoint first, as accelerate's save_state does."""
-    publish = atomic_folder.publish
+    temporary_folder = atomic_folder.temporary_folder
 
-    def remove_first(folder, write, **metadata):
+    def remove_first(folder):
         for old in folder.parent.glob("step_*"):
             shutil.rmtree(old)
-        return publish(folder, write, **metadata)
+        return temporary_folder(folder)
 
     if mutant:
-        monkeypatch.setattr(atomic_folder, "publish", remove_first)
+        monkeypatch.setattr(atomic_folder, "temporary_folder", remove_first)
     fail_at([8, 12], FULL, monkeypatch)
     codes, outputs = command(recipe.flags(tiny, save_total_limit=1), tmp_path, world=2)
     assert codes == [0, 0], outputs
@@ -150,15 +150,15 @@ def test_full_disk_costs_checkpoints_and_not_the_run(tiny, straight, disk, tmp_p
 
 def hold(step: int, until: int, patch, seconds: float = 0.0) -> None:
     """Let the save of `step` wait, in its thread, for the line of step `until` in metrics.jsonl, and then so many seconds."""
-    publish = atomic_folder.publish
+    temporary_folder = atomic_folder.temporary_folder
 
-    def slow(folder, write, **metadata):
+    def slow(folder):
         if folder == at_step(folder.parents[1], step):
             kit.until(lambda: kit.last_step(folder.parents[1]) >= until)
             time.sleep(seconds)
-        publish(folder, write, **metadata)
+        return temporary_folder(folder)
 
-    patch.setattr(atomic_folder, "publish", slow)
+    patch.setattr(atomic_folder, "temporary_folder", slow)
 
 
 @pytest.mark.parametrize("world, mutant", [(1, False), (2, False), (1, True)])

@@ -67,7 +67,7 @@ def test_memory_of_an_early_save_is_not_reserved_again(monkeypatch):
     weight, moment = (torch.ones(size).as_subclass(OnGPU) for size in (3, 4))
     memory = HostCopy()
     memory.take({"model": {"weight": weight}})
-    memory.reserve(lambda: ({"model": {"weight": weight, "tied": weight}, "optimizer": {"exp_avg/weight": moment}}, {}))
+    memory.reserve({"model": {"weight": weight, "tied": weight}, "optimizer": {"exp_avg/weight": moment}})
     memory.reserving.join()
     assert sizes == [(3, True), (4, True)]
 

@@ -3,7 +3,6 @@
 import os
 import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from src.checkpointing import async_writer
-from src.checkpointing.tensor_files import TensorReader, collect_shards, write_shard
+from src.checkpointing.tensor_files import TensorReader, collect_shards, shard_folder
 from src.config.errors import DiskError, UsageError
 from src.distributed.host_group import HostGroup
 from src.storage import verify_hashes
@@ -36,8 +35,12 @@ def test_shards_are_collected_when_complete(tmp_path):
     """The file exists long before it is complete; the mutant would look for the file only."""
     parts, folder, seen = tmp_path / "parts", tmp_path / "step", threading.Event()
     folder.mkdir()
-    write = partial(half_by_half, pause=lambda: seen.wait(300))
-    threading.Thread(target=write_shard, args=(parts, 1, write)).start()
+
+    def write_shard() -> None:
+        with shard_folder(parts, 1) as own:
+            half_by_half(own, pause=lambda: seen.wait(300))
+
+    threading.Thread(target=write_shard).start()
     kit.until((parts / "1" / "part").exists)
     threading.Timer(0.5, seen.set).start()
     hashes = collect_shards(parts, 2, folder)
@@ -68,10 +71,12 @@ def test_failed_save_leaves_no_shards(tmp_path, failing, error, of_rank, of_main
     for step in (4, 8, 12):
         folder, lost = tmp_path / f"step_{step}", step < 12
         for rank, expected in ((1, of_rank), (0, of_main)):
-            write = partial(half_by_half, error=error if lost and rank == failing else None)
-            writers[rank].folders += 1
-            with expected if lost else nullcontext():
-                writers[rank].publish(folder, step, write)
+            writer = writers[rank]
+            writer.folders += 1
+            with expected if lost else nullcontext(), writer.temporary_folder(folder) as temporary:
+                half_by_half(temporary, error=error if lost and rank == failing else None)
+                if writer.is_main:
+                    writer.publish(temporary, folder, step, writer.add_shards(temporary))
         left = [path for path in tmp_path.rglob("part") if path.parent != folder]
         assert len(left) == (1 if lost and failing == 0 else 0), left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_12"]

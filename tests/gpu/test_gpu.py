@@ -319,7 +319,7 @@ def test_memory_of_saves_is_reserved_once():
     weight, moment = (torch.randn(300, 40, device="cuda") for _ in range(2))
     tensors = {"model": {"embedding": weight, "head": weight}, "optimizer": {"exp_avg/embedding": moment}}
     memory = HostCopy()
-    memory.reserve(lambda: (tensors, {}))
+    memory.reserve(tensors)
     memory.reserving.join()
     reserved = {key: value.data_ptr() for key, value in memory.memory.items()}
     assert sorted(reserved) == [("model", "embedding"), ("optimizer", "exp_avg/embedding")]

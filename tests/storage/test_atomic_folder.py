@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing.tensor_files import collect_shards, write_shard
+from src.checkpointing.tensor_files import collect_shards, shard_folder
 from src.storage import atomic_folder, verify_hashes
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
@@ -229,7 +229,8 @@ def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
 
     before = os.umask(umask)
     try:
-        write_shard(tmp_path / "parts", 1, shard)
+        with shard_folder(tmp_path / "parts", 1) as own:
+            shard(own)
         atomic_folder.publish(tmp_path / "step", gather)
     finally:
         os.umask(before)
