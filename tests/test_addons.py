@@ -139,6 +139,13 @@ def test_misspelled_method_is_refused(name, words, tmp_path):
         addon_class(module_with(name, tmp_path))
 
 
+def test_two_addons_in_one_file_are_refused(tmp_path):
+    module = module_with("errors", tmp_path)
+    module.Other = type("Other", (module.Mine,), {"__module__": "mine"})
+    with pytest.raises(UsageError, match="mine: Mine, Other are derived from AddOn"):
+        addon_class(module)
+
+
 def module_with(name: str, folder: Path) -> ModuleType:
     """Return a module with an add-on that has the method `name`."""
     text = "from src.config.add_on import AddOn\nfrom src.config.fields import option\n"

@@ -63,13 +63,15 @@ def addons_with_fields() -> tuple[type[AddOn], ...]:
 
 def addon_class(module: ModuleType) -> type[AddOn]:
     """Return the class derived from AddOn that a module defines; raise UsageError for a name that AddOn does not know."""
-    [kind] = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, AddOn) and each.__module__ == module.__name__
-    ]
-    check_names(kind)
-    return kind
+    own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    kinds = [each for each in own if issubclass(each, AddOn)]
+    if len(kinds) != 1:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise UsageError(
+            f"{module.__name__}: {names} are derived from AddOn: a file has one add-on, so move the others"
+        )
+    check_names(kinds[0])
+    return kinds[0]
 
 
 def config_type(names: Iterable[str]) -> type[RunConfig]:
