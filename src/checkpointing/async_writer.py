@@ -5,6 +5,7 @@ main process writes, and no other rank waits for its disk. If the model is shard
 tensors, and the main process publishes the folder. The background thread never calls a collective.
 """
 
+import logging
 import re
 import shutil
 import threading
@@ -16,14 +17,15 @@ from typing import Any
 
 import torch
 
-from src.checkpointing.tensor_files import Tensors, collect_shards, shard_folder, write_index
-from src.config.errors import UsageError, is_disk_error, warn
+from src.checkpointing.tensor_files import Tensors, collect_shards, is_disk_error, shard_folder, write_index
+from src.config.errors import UsageError, warn
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
+log = logging.getLogger("run")
 EXIT_WAIT = 60.0  # seconds that a process that ends waits for its write; a launcher may kill it sooner
 NAME = "checkpoint writer"  # of the thread
 
@@ -39,7 +41,7 @@ def finish_writing(seconds: float | None = None) -> bool:
 
 
 class BackgroundWriter:
-    """Writes folders one at a time in a background thread; counts failures of the disk."""
+    """Writes folders one at a time in a background thread; counts failed writes in a row."""
 
     def __init__(self, backend: Backend, max_failures: int):
         self.accelerator, self.hosts, self.max_failures = backend.accelerator, backend.hosts, max_failures
@@ -51,13 +53,13 @@ class BackgroundWriter:
         self.folders = 0  # folders started, the same number on all ranks that write
         self.shards: Path | None = None  # where the other ranks wrote their shards of the last folder
         self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None  # of code, in the last write
+        self.error: BaseException | None = None  # no OSError, in the last write
         self.failures, self.reason = 0, ""  # failed writes in a row, and why the last one failed
         self.slowest = 0.0  # seconds of the slowest write
         on_exit(finish_writing)
 
     def start(self, what: str, work: Callable[..., None], *args: Any) -> None:
-        """Start `work(*args)`, which writes `what`. A failure of the disk is counted, an error of code kept in `error`."""
+        """Start `work(*args)`, which writes `what`. An OSError is counted as a failure, any other error kept in `error`."""
         self.folders += 1
         self.thread = threading.Thread(target=self._run, args=(what, work, *args), name=NAME, daemon=True)
         self.thread.start()
@@ -77,6 +79,9 @@ class BackgroundWriter:
     def _count_failure(self, what: str, error: BaseException) -> None:
         self.failures += 1
         self.reason = getattr(error, "strerror", None) or str(error)
+        if file := getattr(error, "filename", None):
+            self.reason += f": {file}"
+        log.info("%s could not be saved", what, exc_info=error)  # if it is a bug, logs/ has its traceback
         warn(
             f"{what} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; "
             f"{'training continues' if self.failures < self.max_failures else 'the run ends'} ({self.failures} failed in a "
@@ -84,7 +89,7 @@ class BackgroundWriter:
         )
 
     def failed(self) -> bool:
-        """Return whether too many writes in a row failed on this rank; raise an error of code."""
+        """Return whether too many writes in a row failed on this rank; raise an error that is no OSError."""
         if self.error is not None:
             raise self.error
         return self.failures >= self.max_failures
@@ -108,7 +113,7 @@ class BackgroundWriter:
     def finish(self) -> bool:
         """Wait until no rank writes; return whether the last write succeeded on every rank."""
         self.wait_on_all_ranks()
-        self.failed()  # raises an error of code before the others are asked: this rank has the traceback
+        self.failed()  # raises an error before the others are asked: this rank has the traceback
         return not self.hosts.sum([float(self.failures)])[0]
 
     # ---- in the background thread ------------------------------------------------------------------------------------

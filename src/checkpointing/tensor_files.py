@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from src.config.errors import DiskError, is_disk_error
 from src.runtime import private_apis
 from src.storage import atomic_folder, verify_hashes
 
@@ -67,6 +66,12 @@ def write_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
 
 
+def is_disk_error(error: BaseException) -> bool:
+    """Return True for any OSError, also one that safetensors has wrapped in an error of its own."""
+    is_wrapped = isinstance(error, SafetensorError) and "os error" in str(error)
+    return is_wrapped or isinstance(error, OSError)
+
+
 # ---- ranks that write a folder together on a shared disk -------------------------------------------------------------
 
 
@@ -96,17 +101,17 @@ def shard_folder(shards: Path, rank: int) -> Iterator[Path]:
 def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> dict[str, dict]:
     """Move all other ranks' files into `folder`; return their hashes.
 
-    Raise DiskError if a rank has failed or is late."""
+    Raise OSError if a rank has failed or is late."""
     end, hashes = time.monotonic() + patience, {}
     for rank in range(1, world):
         outcome = shards / f"{rank}.json"
         while not outcome.exists():
             if time.monotonic() > end:
-                raise DiskError(None, f"rank {rank} has not written its shard in {patience:g} s")
+                raise OSError(f"rank {rank} has not written its shard in {patience:g} s")
             time.sleep(0.02)
         result = json.loads(outcome.read_text())
         if "error" in result:  # if it is one of code, that rank also ends the run
-            raise DiskError(None, f"{result['error']}, on rank {rank}")
+            raise OSError(f"{result['error']}, on rank {rank}")
         for name in result["files"]:
             (shards / str(rank) / name).rename(folder / name)
         hashes |= result["files"]

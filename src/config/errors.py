@@ -1,12 +1,11 @@
 """Errors that end every rank (exit codes 2, 1 and 75), errors of a disk, warnings, and suggestions for misspelled names.
 
-Tests: tests/config/test_config.py, tests/config/test_bad_input.py, tests/checkpointing/test_async_writer.py.
+Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
 import difflib
 import errno
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -75,15 +74,7 @@ def list_errors(errors: list[str]) -> str:
     return f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors)
 
 
-# ---- errors of a disk or network file system, known by their number ---------------------------------------------------
-
-NUMBERS = {  # the first line: a full or failing disk; the second: permissions; the rest: network file systems
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EBUSY),
-    *(errno.EACCES, errno.EPERM),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK, errno.ECOMM, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNREFUSED),
-    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPROTO, errno.EAGAIN, errno.EINTR),
-}
+# ---- disks that are full or cannot be written to -----------------------------------------------------------------------
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -105,17 +96,3 @@ def writes_to(root: Path, field: str) -> Iterator[None]:
         is_denied = isinstance(error, PermissionError) or error.errno == errno.EROFS
         fix = f"{'make it writable' if is_denied else 'free disk space'}, or give another --{field}"
         raise UsageError(f"{field}: {root} cannot be written ({error.strerror}): {fix}") from error
-
-
-class DiskError(OSError):
-    """A failure of a disk that this project finds itself, such as a shard that never arrives: DiskError(None, text)."""
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Return True if a disk failed; False for a bug, such as a path that nothing has created (ENOENT)."""
-    if isinstance(error, DiskError):
-        return True
-    number = error.errno if isinstance(error, OSError) else None
-    if wrapped := re.search(r"os error (\d+)", str(error)):  # safetensors wraps an OSError in a SafetensorError
-        number = int(wrapped[1])
-    return number in NUMBERS

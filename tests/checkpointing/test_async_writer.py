@@ -8,11 +8,12 @@ import subprocess
 import time
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 import train
 from src.checkpointing import async_writer, checkpoint_folder, checkpointer, model_folder
-from src.config.errors import is_disk_error
+from src.checkpointing.tensor_files import is_disk_error, write_tensors
 from src.config.parsing import RunConfig
 from src.storage import atomic_folder
 from tests.checkpointing import recipe
@@ -86,31 +87,39 @@ def test_failures_end_all_ranks_and_the_same_command_resumes(tiny, straight, tmp
     assert recipe.same_run(run, straight[2])
 
 
-MISSING = FileNotFoundError(errno.ENOENT, "No such file or directory", "config.json")
-
-
 @pytest.mark.parametrize("mutant", [False, True])
-def test_bug_that_looks_like_a_disk_error_ends_the_run(tiny, tmp_path, monkeypatch, mutant):
-    """A fork's save_pretrained reads a file that it has not written. The mutant counts every OSError as the disk's."""
-    fail_at(range(1, 99), MISSING, monkeypatch)
+def test_error_of_code_in_a_save_ends_the_run(tiny, tmp_path, monkeypatch, mutant):
+    """The mutant counts every exception as a failed save."""
+    fail_at(range(1, 99), KeyError("no such part"), monkeypatch)
     if mutant:
-        monkeypatch.setattr(async_writer, "is_disk_error", lambda error: isinstance(error, OSError))
+        monkeypatch.setattr(async_writer, "is_disk_error", lambda error: True)
     codes, outputs = command(recipe.flags(tiny, max_failed_saves=9), tmp_path, world=2)
     assert codes == [0 if mutant else 1] * 2, outputs
     assert ("training continues" in outputs[0]) == mutant
     assert ("in failing" in outputs[0]) == (not mutant)  # where it was raised, in the other thread
     if not mutant:
-        assert outputs[0].rstrip().endswith("FileNotFoundError: [Errno 2] No such file or directory: 'config.json'")
-        assert "config.json" not in outputs[1]
+        assert outputs[0].rstrip().endswith("KeyError: 'no such part'")
+        assert "no such part" not in outputs[1]
         assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
 
 
-def test_disk_errors_are_told_by_their_number():
-    disk = [FULL, PermissionError(errno.EACCES, "denied"), TimeoutError(errno.ETIMEDOUT, "nfs")]
-    disk.append(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    code = [MISSING, OSError("no file named config.json"), TimeoutError("of a library"), RuntimeError("a bug")]
-    code.append(SafetensorError("No such file or directory (os error 2)"))
-    assert [is_disk_error(error) for error in disk + code] == [True] * len(disk) + [False] * len(code)
+def test_oserror_of_code_is_a_failed_save(tiny, tmp_path, monkeypatch):
+    """A save_pretrained that reads a file that it has not written: the warning names it, logs/ has the traceback."""
+    fail_at([8], FileNotFoundError(errno.ENOENT, "No such file or directory", "own.json"), monkeypatch)
+    codes, outputs = command(recipe.flags(tiny), tmp_path)
+    assert codes == [0], outputs
+    assert "COULD NOT BE SAVED: No such file or directory: own.json." in outputs[0]
+    [log] = (tmp_path / "run" / "logs").glob("*.log")
+    assert ", in failing" in log.read_text()
+    assert ", in failing" not in outputs[0]
+    assert saved(tmp_path / "run") == [4, 12]
+
+
+def test_oserror_that_safetensors_wraps_is_of_the_disk(tmp_path):
+    with pytest.raises(SafetensorError) as caught:
+        write_tensors({"a": torch.zeros(1)}, tmp_path / "missing" / "file.safetensors")
+    assert is_disk_error(caught.value)
+    assert not is_disk_error(SafetensorError("a bug"))
 
 
 # ---- a disk that is really full, or read-only --------------------------------------------------------------------------
