@@ -19,7 +19,7 @@ from src.config.schema import RunConfig
 from src.distributed.backend_checks import check_only_tensors
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
-from src.runtime import run_status
+from src.runtime import run_lock, run_status
 from src.storage import atomic_folder, jsonl, verify_hashes
 from src.tasks import Task
 from src.training.train_state import Run, TrainState
@@ -58,7 +58,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
     def choose() -> Start:
         current = identity(accelerator.mixed_precision, accelerator.num_processes, cfg, splits)
         if folder.is_dir():
-            run_status.lock_run_folder(folder)
+            run_lock.lock_run_folder(folder)
             for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current, has_same_rates)
@@ -144,7 +144,7 @@ def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
     For a new run these are all outputs, for a resumed run the final model and the checkpoints after its start. Raise
     UsageError if another run has begun and ended in a folder that this one found empty."""
     output_dir = Path(cfg.output_dir)
-    run_status.lock_run_folder(output_dir)
+    run_lock.lock_run_folder(output_dir)
     stale = [output_dir / "final"]
     if not start.is_same_run and cfg.resume != "never" and list_checkpoints(output_dir):
         raise UsageError(f"output_dir: another run has begun in {output_dir} meanwhile: run the same command again")

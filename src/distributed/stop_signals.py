@@ -20,7 +20,6 @@ from typing import NoReturn
 import src
 from src.config.schema import RunConfig
 from src.distributed import host_group
-from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
 
@@ -96,8 +95,6 @@ class StopSignals:
 
     def poll(self) -> None:
         """Check the run folder, the launcher and this rank's progress."""
-        if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run
-            _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
         idle = time.monotonic() - host_group.last_sum  # a step has at least one sum over all ranks

@@ -37,7 +37,6 @@ def record_exit_in(folder: str | Path) -> None:
     """Choose the run folder where the outcome of this process is written to status.json."""
     global _run_folder
     _run_folder = Path(folder)
-    run_status.see_lock(_run_folder)
 
 
 # ---- exit hooks ------------------------------------------------------------------------------------------------------
@@ -173,10 +172,10 @@ def another_rank_failed() -> bool:
 
 
 def _write_outcome(code: int, message: str) -> None:
-    """Write the outcome to status.json, if this process has a run folder that no other run has replaced.
+    """Write the outcome to status.json, if this process has a run folder.
 
     The first failure counts: the errors of other ranks may follow from it."""
-    if _run_folder is None or run_status.was_replaced(_run_folder):
+    if _run_folder is None:
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
     with suppress(OSError):

@@ -185,23 +185,6 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert verify_hashes.verify(moved) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log", "logs/stacks_rank_0.txt", "profile/steps_1_to_2.txt", ".seen"],
-)
-def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).touch()
-    outside = Path(shutil.move(run / name, tmp_path / "outside"))
-    (run / name).symlink_to(outside)
-    before = outside.read_bytes()
-    words = ["--config", run / "config.yaml", "--output_dir", run, "--max_steps", "4"]
-    codes, [text] = kit.run_command("train.py", *words, folder=tmp_path / "here")
-    assert codes == [2]
-    assert f"{name} is a symbolic link" in text
-    assert outside.read_bytes() == before
-
-
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
