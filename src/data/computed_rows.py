@@ -18,7 +18,8 @@ import xxhash
 from src.config.errors import UsageError, reason_of
 from src.data.prepared_split import ARRAYS, SUMS, Split
 from src.data.row_order import derive_seed
-from src.storage.cache_folder import depends_on, shared_sample_code
+from src.storage.cache_folder import depends_on, shared_sample_files
+from src.storage.code_hash import code_hash
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -181,13 +182,12 @@ def _count(computed: ComputedRows, file: Path) -> int:
 def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -> str:
     """Return a hash of what decides the rows: code of the file and of its base classes, split, count, `depends_on`."""
     classes = [kind for kind in type(computed).__mro__ if kind not in (ComputedRows, object)]
-    files = sorted({Path(inspect.getfile(kind)) for kind in classes})
-    code = shared_sample_code() + b"".join(path.read_bytes() for path in files)
+    code = code_hash([*shared_sample_files(), *{Path(inspect.getfile(kind)) for kind in classes}])
     of_lengths = xxhash.xxh3_128()
     for part in lengths:
         of_lengths.update(part.tobytes())
     depends = depends_on(inspect.getmodule(type(computed)))
-    parts = (hashlib.sha256(code).hexdigest(), computed.split, count, of_lengths.hexdigest(), depends)
+    parts = (code, computed.split, count, of_lengths.hexdigest(), depends)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -34,6 +34,7 @@ from src.data.sources import Source
 from src.runtime import console
 from src.storage import atomic_folder, verify_hashes
 from src.storage.cache_folder import cache_root, run_once
+from src.storage.code_hash import code_hash
 from src.tasks import Task, base
 from src.text.labels import SeveralTypes
 
@@ -44,7 +45,7 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
 TEXT = Path(__file__).parents[1] / "text"
-# In the cache key, besides the code of `encode`.
+# Their code is in the cache key, besides that of `encode`
 CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "prepared_split.py", "column_types.py")
 CODE += ("file_columns.py", "csv_reader.py", "json_reader.py")
 
@@ -56,6 +57,7 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
     def prepare() -> None:
         of_host = folder.with_name(f"{folder.name}.{gethostname()}")  # where locks reach no other host, each prepares
         if not of_host.exists():  # else an earlier start was killed before the rename
+            _say_why_again(folder, source)
             atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
         try:
             of_host.rename(folder)
@@ -76,16 +78,25 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
 
 
 def cache_key(task: Task, source: Source) -> str:
-    """Return the cache key of prepared rows: a hash of the data, task, code and version of `datasets`."""
+    """Return the cache key of prepared rows: a hash of the data and what the task makes of it, and one of the code."""
     import datasets
 
-    code = [path.read_text() for path in (*encode_files(task), *(Path(__file__).with_name(name) for name in CODE))]
     # A base model and its instruct variant may differ only in settings that tokenizer.json lacks, such as end of text.
     tokenizer = getattr(task, "tokenizer", None)
     settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
     settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
-    parts = (source.key(), source.split, task.fingerprint(), task.decode_media, code, datasets.__version__, settings)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
+    code = code_hash([*encode_files(task), *(Path(__file__).with_name(name) for name in CODE)])
+    hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
+    return f"{hashes[0][:32]}-{hashes[1][:16]}"
+
+
+def _say_why_again(folder: Path, source: Source) -> None:
+    """Print a line if the same rows are there already, prepared by other code."""
+    rows = folder.name.partition("-")[0]
+    there = [path for path in folder.parent.glob(f"{rows}-*") if path.is_dir()]
+    if not all(path.name.startswith(folder.name) for path in there):
+        print(f"preparing {source.split} data again: its code, or the version of `datasets`, has changed", flush=True)
 
 
 def encode_files(task: Task) -> list[Path]:

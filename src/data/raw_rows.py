@@ -29,6 +29,7 @@ from src.data.row_errors import line_of
 from src.data.sources import Source, named_files
 from src.runtime import private_apis
 from src.storage.cache_folder import cache_root
+from src.storage.code_hash import code_hash
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -87,8 +88,8 @@ def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
     import datasets
 
     content = (source.builder, source.name, source.hub, source.rows_of, datasets.__version__)
-    code = [Path(file).read_text() for file in (__file__, *(module.__file__ for module in READERS))]
-    key = (source.file_keys(files), *content, *code)
+    code = code_hash(Path(file) for file in (__file__, *(module.__file__ for module in READERS)))
+    key = (source.file_keys(files), *content, code)
     added = {"description": hashlib.sha256(repr(key).encode()).hexdigest()[:32]} if files else {}
     return {"cache_dir": folder} | added
 

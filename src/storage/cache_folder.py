@@ -28,6 +28,7 @@ from src.config.errors import UsageError, errors_of, warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
 from src.storage.atomic_folder import rewrite
+from src.storage.code_hash import code_hash
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 NOTICE_AFTER = 10.0  # seconds of waiting before a message
@@ -126,9 +127,9 @@ def sample_folder(name: str, cache: Path) -> str | None:
     sample = sample_module(name)
     if sample is None or not hasattr(sample, "make"):
         return None
-    code = shared_sample_code() + Path(str(sample.__file__)).read_bytes()
     input_key = depends_on(sample)
-    target = cache.absolute() / "samples" / f"{name}-{hashlib.sha256(code + input_key.encode()).hexdigest()[:8]}"
+    key = code_hash([*shared_sample_files(), Path(str(sample.__file__))]) + input_key
+    target = cache.absolute() / "samples" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
     def make() -> None:
         print(f"building the sample dataset {name} in {target}", flush=True)
@@ -145,9 +146,9 @@ def sample_folder(name: str, cache: Path) -> str | None:
     return str(target)
 
 
-def shared_sample_code() -> bytes:
-    """Return the code of the files that samples share, samples/_*.py."""
-    return b"".join(path.read_bytes() for path in sorted((REPOSITORY / "samples").glob("_*.py")))
+def shared_sample_files() -> list[Path]:
+    """Return the files that samples share, samples/_*.py."""
+    return sorted((REPOSITORY / "samples").glob("_*.py"))
 
 
 def depends_on(sample: Any) -> str:

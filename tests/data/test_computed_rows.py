@@ -64,7 +64,7 @@ def test_computed_rows_are_exact_on_two_processes_and_after_a_kill(flags, tmp_pa
     for change in ("code", "input"):
         kit.rewind(two.folder, 8, tmp_path / change)
         with monkeypatch.context() as patch:
-            add_sample("signs", CODE + "# changed\n" * (change == "code"), tmp_path, patch)
+            add_sample("signs", CODE + "changed = 1\n" * (change == "code"), tmp_path, patch)
             patch.setenv("NOISE", "0.2" if change == "input" else "0.1")
             argv = [*flags, "--output_dir", tmp_path / change, "--resume", tmp_path / change]
             codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / f"{change}_here")

@@ -118,17 +118,20 @@ class Child(causal_lm.Task):
     """A task of a fork."""
 
 
-def test_changed_code_of_encode_prepares_again(open_data, tmp_path, monkeypatch):
+def test_changed_code_of_encode_prepares_again(open_data, tmp_path, monkeypatch, capsys):
     names = {str(path.relative_to(kit.REPOSITORY)) for path in encode_files(Child(None, None))}
     assert names > {"tests/data/test_dataset.py", "src/tasks/causal_lm.py", "src/text/labels.py"}
     assert not any("base" in name or "models" in name for name in names)
     file, helper = write(tmp_path / "rows.jsonl", TEXTS), types.ModuleType("helper")
     helper.__file__ = str(tmp_path / "helper.py")
     monkeypatch.setattr(causal_lm.Task, "encode_helpers", (helper,))
-    for code, count in (("a", 1), ("a", 1), ("b", 2)):
+    for code, count in (("a", 1), ("a  # a comment", 1), ("b", 2)):
         (tmp_path / "helper.py").write_text(code)
         open_data(train_file=file)
         assert len(prepared(tmp_path)) == count
+        assert ("preparing train data again: its code" in capsys.readouterr().out) == (count == 2)
+    open_data(train_file=file, max_length=9)  # other rows, not the same ones again
+    assert "again" not in capsys.readouterr().out
 
 
 def _other_files(argv, folders):

@@ -48,6 +48,9 @@ def test_interrupted_sample_is_made_again_and_changed_code_makes_its_own(root, m
     (unfinished / "leftover").touch()
     first = samples.sample_folder("stdlib_code", root)
     assert {path.name for path in Path(first).iterdir()} == {"train.jsonl", "validation.jsonl", "tokenizer"}
-    (root / "changed.py").write_text(Path(stdlib_code.__file__).read_text() + "# changed\n")
-    monkeypatch.setattr(stdlib_code, "__file__", str(root / "changed.py"))
+    code, changed = Path(stdlib_code.__file__).read_text(), root / "changed.py"
+    monkeypatch.setattr(stdlib_code, "__file__", str(changed))
+    changed.write_text(code + "# a comment\n")
+    assert samples.sample_folder("stdlib_code", root) == first
+    changed.write_text(code + "changed = 1\n")
     assert samples.sample_folder("stdlib_code", root) != first
