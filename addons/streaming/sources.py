@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, one_line
+from src.config.redact import redact_all
 from src.data import sources
 from src.data.sources import Source, at_commit
 from src.storage import http_files, hub
@@ -91,9 +92,19 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
 
 
 def _look_up(url: str, field: str) -> dict:
-    """Return the size and ETag of a remote file, None if unknown; raise UsageError if the file is missing."""
-    version = http_files.look_up(url, field)
-    return {key: version[key] for key in ("url", "bytes", "etag")}  # without the time, which differs between mirrors
+    """Return the size and ETag of a remote file; None if the server does not say.
+
+    Raise UsageError if the server does not answer, or the file is missing or empty or access is denied."""
+    try:
+        store, path = http_files.open_store(url)
+        info = store.info(path)
+    except Exception as error:  # fsspec reports any error of a web server as a missing file
+        raise UsageError(f"{field}: {url}: not available: {one_line(error.__cause__ or error)}") from error
+    if info.get("size") == 0:
+        raise UsageError(f"{field}: {url} is empty: remove it")
+    etag = info.get("ETag") or info.get("etag") or "W/"
+    etag = None if etag.startswith("W/") else etag  # different bytes may share a weak ETag
+    return {"url": redact_all(url), "bytes": info.get("size"), "etag": etag}
 
 
 # ---- evaluation data beside a stream ---------------------------------------------------------------------------------

@@ -81,12 +81,12 @@ class Source:
         return [self.file_keys(self.files), self.builder, self.name, self.hub]
 
     def file_keys(self, files: Iterable[str]) -> list:
-        """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
+        """Return [path, size, timestamps] of local files, [size, hash] of downloaded ones, [URL] of others."""
         keys = []
         for file in files:
             status = None if "://" in file else os.stat(file)
             local = [file, status.st_size, status.st_mtime_ns, status.st_ctime_ns] if status else [file]
-            keys.append(http_files.server_version(file) or local)
+            keys.append(http_files.content_key(file) or local)
         return keys
 
     # ---- what a class of an add-on may replace -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ TIMEOUT = 30  # seconds to wait for a response of the Hub
 UNUSED = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite")
 UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
 
-records: dict[str, dict] = {}  # name or URL -> commit, or size and ETag; environment.json lists them
+records: dict[str, dict] = {}  # name or URL -> commit, or size and hash; environment.json lists them
 
 
 def fetch_once(key: str, fetch: Callable[[], dict], root: Path, what: str) -> dict:

@@ -1,6 +1,7 @@
-"""Files behind URLs: downloaded once by all processes of a disk, complete or absent, and again once they change."""
+"""Files behind URLs: downloaded once by all processes of a disk, complete or absent."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from src.storage import http_files
 from src.storage import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
+from tests.storage.test_hub_downloads import recipe, refused, train
 
 MB = 1 << 20
 
 
 def serve(hub, name: str, content: bytes) -> str:
     """Serve a file; return its URL."""
-    time.sleep(0.01)  # so that it is younger than a file of the same name
     (hub.folder / "files" / name).write_bytes(content)
     return f"{hub.files_url}/{name}"
 
@@ -49,22 +50,37 @@ def fetch(tmp_path, monkeypatch):
     return fetch
 
 
-def test_changed_file_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
-    """Here or on the server."""
-    url = serve(hub, "changing", b"one")
-    assert fetch(url) == fetch(url) == b"one"
-    assert len(gets(hub, "changing")) == 1
+def test_file_in_the_cache_is_used_and_its_date_printed(hub, fetch, tmp_path, capfd):
+    """Also if the server has another one by now; the line names what to remove to download it again."""
+    url = serve(hub, "changing.jsonl", b"one")
+    assert fetch(url) == b"one"
+    serve(hub, "changing.jsonl", b"two")
+    before = len(hub.requests)
+    capfd.readouterr()
+    assert fetch(url) == b"one"
+    assert len(hub.requests) == before  # not even its version is looked up
+    [copy] = tmp_path.rglob("downloads/*/file.jsonl")
+    line = f"train_file: using changing.jsonl, downloaded {time.strftime('%Y-%m-%d')}; to download it again, remove "
+    assert capfd.readouterr().out == f"{line}{copy.parent}\n"
+    shutil.rmtree(copy.parent)
+    assert fetch(url) == b"two"
+
+
+def test_damaged_copy_is_downloaded_again(hub, fetch, tmp_path):
+    url = serve(hub, "cut", b"rows")
+    fetch(url)
     (copy,) = tmp_path.rglob("downloads/*/file")
     os.truncate(copy, 2)
-    assert fetch(url) == b"one"
-    serve(hub, "changing", b"two")
-    assert fetch(url) == b"two"
-    serve(hub, "changing", b"new")
-    monkeypatch.setattr(http_files, "_is_current", lambda *_: True)  # the mutant
-    assert fetch(url) == b"two"
+    assert fetch(url) == b"rows"
 
 
-HTML = {"Content-Type": "text/html; charset=utf-8"}
+def test_bytes_identify_a_downloaded_file(hub, fetch, tmp_path):
+    """Not the URL, whose signature may change, nor the place of the cache."""
+    urls = [serve(hub, name, content) for name, content in {"a": b"one", "b": b"one", "c": b"two"}.items()]
+    files = [http_files.fetch_file(url, "train_file", tmp_path / f"cache{n}") for n, url in enumerate(urls)]
+    one, same, other = map(http_files.content_key, files)
+    assert one == same != other
+    assert http_files.content_key(str(tmp_path / "local.jsonl")) is None
 
 
 def test_offline_no_server_is_asked(hub, fetch, monkeypatch):
@@ -78,29 +94,18 @@ def test_offline_no_server_is_asked(hub, fetch, monkeypatch):
     assert len(hub.requests) == before
 
 
-def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
-    """Rows that are called a web page are rows."""
-    url = serve(hub, "unknown", b"one")
-    hub.faults["/files/unknown"] = Fault(headers={"ETag": 'W/"weak"', "Last-Modified": ""} | HTML)
-    for content in (b"one", b"two"):
-        serve(hub, "unknown", content)
-        assert fetch(url) == content
-
-
-@pytest.mark.parametrize(
-    "fault, text",
-    [
-        ({"status": 404}, "the server answers 404"),
-        ({"status": 202}, "the server answers 202"),  # it prepares the file, and may send a row that says so
-        ({"headers": HTML}, "web page"),
-    ],
-)
-def test_answer_without_the_file_is_refused(hub, fetch, tmp_path, fault, text):
-    url = serve(hub, "refused", b"\n<!DOCTYPE html><html>Sign in</html>")
-    hub.faults["/files/refused"] = Fault(**fault)
-    with pytest.raises(UsageError, match=f"train_file: {url}: .*{text}"):
+@pytest.mark.parametrize("status", [404, 202])  # 202: it prepares the file, and may send a row that says so
+def test_answer_without_the_file_is_refused(hub, fetch, tmp_path, status):
+    url = serve(hub, "refused", b"rows")
+    hub.faults["/files/refused"] = Fault(status=status)
+    with pytest.raises(UsageError, match=f"train_file: {url}: not fetched: the server answers {status}"):
         fetch(url)
     assert not list(tmp_path.rglob("fetched.json"))
+
+
+def test_empty_file_is_refused(hub, fetch):
+    with pytest.raises(UsageError, match="/empty is empty: remove it"):
+        fetch(serve(hub, "empty", b""))
 
 
 def test_interrupted_download_is_given_up_or_begins_again(hub, fetch, tmp_path):
@@ -119,23 +124,19 @@ def test_silent_server_is_given_up(hub, fetch, monkeypatch):
     monkeypatch.setattr(http_files, "TIMEOUT", (1, 1))
     monkeypatch.setattr(http_files, "TRIES", 1)
     hub.faults["/files/silent"] = Fault(silent=True)
-    with pytest.raises(UsageError, match="silent: not available"):
+    with pytest.raises(UsageError, match="silent: not fetched"):
         fetch(serve(hub, "silent", b"rows"))
 
 
-def test_file_of_a_store(fetch, monkeypatch):
+def test_file_of_a_store(fetch):
     """`memory://` stands for s3:// and gs://."""
     import fsspec
 
     store = fsspec.filesystem("memory")
     store.pipe("/a.jsonl", b"rows")
     assert fetch("memory://a.jsonl") == b"rows"
-    with pytest.raises(UsageError, match="train_file: memory://missing: not available"):
+    with pytest.raises(UsageError, match="train_file: memory://missing: not fetched"):
         fetch("memory://missing")
-    monkeypatch.setattr(type(store), "get_file", lambda self, remote, local, **_: Path(local).write_bytes(b"o"))
-    store.pipe("/b.jsonl", b"longer")
-    with pytest.raises(UsageError, match="1 of 6 bytes"):
-        fetch("memory://b.jsonl")
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -156,21 +157,36 @@ def test_ranks_download_each_file_once(hub, tmp_path):
         return kit.spawn(3, fetch_in_process, hub.environment(), url, tmp_path / "cache", out=tmp_path / "out")
 
     assert on_ranks() == [content] * 3
-    assert on_ranks() == [content] * 3  # the next start only looks up
     assert gets(hub, "a.jsonl", before) == [200]
     hub.stop()
     try:
         assert on_ranks() == [content] * 3
         printed = "".join((tmp_path / "out" / f"rank{rank}.txt").read_text() for rank in range(3))
-        assert printed.count(f"warning: train_file: {url}: not available") == 1
+        assert printed.count("train_file: using a.jsonl, downloaded") == 1
     finally:
         hub.start()
 
 
-def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
-    def every_rank_asks():
-        http_files.fetch_once = lambda key, fetch, root, what: fetch()
+def test_mutant_where_every_rank_downloads_is_caught(hub, tmp_path):
+    original = http_files.fetch_file
 
-    url, before = serve(hub, "multiplied.jsonl", b"rows"), len(hub.requests)
-    kit.spawn(3, fetch_in_process, hub.environment(), url, tmp_path / "cache", every_rank_asks, out=tmp_path / "out")
-    assert sum(r.method == "HEAD" for r in hub.requests[before:]) > 2  # one process: before and after the download
+    def in_a_cache_of_its_own():
+        http_files.fetch_file = lambda url, field, root: original(url, field, root / os.environ["RANK"])
+
+    url = serve(hub, "multiplied.jsonl", b"rows")
+    arguments = (hub.environment(), url, tmp_path / "cache", in_a_cache_of_its_own)
+    kit.spawn(3, fetch_in_process, *arguments, out=tmp_path / "out")
+    assert gets(hub, "multiplied.jsonl") == [200] * 3
+
+
+def test_run_does_not_resume_on_other_bytes(hub, tmp_path):
+    """The cache is removed, and the server has other rows by now."""
+    rows = [[f'{{"input_ids": [{number}, 7, 8]}}\n' for number in range(first, first + 16)] for first in (0, 1)]
+    url = serve(hub, "rows.jsonl", "".join(rows[0]).encode())
+    fields = {"model_name_or_path": None, "model_config": hub.folder / "gpt2.yaml", "dataset_name": None}
+    flags, environment = recipe(tmp_path, train_file=url, **fields), hub.environment(tmp_path)
+    train(environment, tmp_path, flags)
+    serve(hub, "rows.jsonl", "".join(rows[1]).encode())
+    assert "train_file: using rows.jsonl, downloaded" in train(environment, tmp_path, flags)
+    shutil.rmtree(tmp_path / "cache" / "downloads")
+    refused(environment, tmp_path, flags, "holds another run", "data.rows: ")
