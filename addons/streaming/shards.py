@@ -15,7 +15,7 @@ from src.config.errors import UsageError
 from src.data.column_types import join_features, keep_json_text
 from src.data.file_columns import features_of_file, refuse_mixed_types
 from src.data.prepared_split import column_readers, keep_encoded
-from src.data.raw_rows import explain_read_error, replace_readers
+from src.data.raw_rows import explain_read_error, refuse_references
 from src.data.row_errors import encode_rows, line_of, read_rows
 from src.data.row_order import derive_seed, permute
 from src.data.sources import named_files
@@ -171,11 +171,11 @@ class StreamShards:
 
 def _open_dataset(source: StreamSource, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
     """Return the training rows of a folder or Hub dataset, of `columns` only (if given)."""
-    import datasets
+    from src.data.builders import load_builder
 
     _set_up_datasets()
     try:
-        builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
+        builder = load_builder(str(source.name), source.config_name, revision=source.revision)
         data_files = builder.config.data_files or {}
         split = source.dataset_split or source.split
         if columns is None:  # the first time
@@ -190,7 +190,7 @@ def _open_dataset(source: StreamSource, columns: list[str] | None = None, late_c
 
 def _open_file(source: StreamSource, file: str, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
     """Return the raw rows of one file or URL, of `columns` only (if given)."""
-    import datasets
+    from src.data.builders import load_builder
 
     _set_up_datasets()
     options: dict = {}
@@ -199,7 +199,7 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None = None
         client |= same_version(file, source.remote.get(file))
         options["storage_options"] = {"client_kwargs": client}
     files = {"train": [file if "://" in file else glob.escape(file)]}  # it may hold [ or *, and is no pattern
-    builder = datasets.load_dataset_builder(source.builder, data_files=files, **options)
+    builder = load_builder(str(source.builder), data_files=files, **options)
     return _read_only(builder, columns, late_columns).as_streaming_dataset("train")
 
 
@@ -222,5 +222,5 @@ def _read_only(builder, columns: list[str] | None, late_columns: Sequence[str]):
 def _set_up_datasets() -> None:
     import datasets
 
-    replace_readers()
+    refuse_references()
     datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20; one of those waits as long as three of our retries

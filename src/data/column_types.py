@@ -24,7 +24,6 @@ ENCODE = json.JSONEncoder(default=str).encode
 # Kinds of JSON text, as the `id` of its feature, which `datasets` keeps; FROM_STRUCTS may follow
 NESTED = "objects, or lists of them"
 MIXED = SEVERAL_TYPES
-NUL_BYTES = "which a crash of the program that wrote the file has left: remove them"
 
 
 def json_text(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""CSV files read strictly instead of by pandas, for files, folders, Hub datasets and streams: no row is misread.
+"""CSV files read by Python's strict csv reader instead of pandas: no row is shifted, filled or dropped.
 
 pandas takes an extra field in every row as an index (which shifts the columns), fills short rows, and renames duplicate
 columns; pyarrow takes all rows after an open quote as one cell. Tests: tests/data/test_bad_rows.py.
@@ -6,42 +6,36 @@ columns; pyarrow takes all rows after an open quote as one cell. Tests: tests/da
 
 import csv
 import io
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from src.config.errors import UsageError, one_line
-from src.data.column_types import NUL_BYTES
 
 ROWS, CHARACTERS = 200_000, 16 << 20  # at most in a table; those of the first one decide the types of the columns
 LONGEST_CELL = 1 << 30  # characters
 TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_())  # of columns
-BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # 1 is a number
+BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # a cast would also take 1, a number
 
 
-def csv_tables(self, base_files, files_iterables):
-    """Yield the tables of CSV files. A dataset with a dialect of its own is left to pandas.
+def csv_tables(builder: Any, files_iterables: Iterable, open_file: Callable) -> Iterator[tuple[Any, pa.Table]]:
+    """Yield the tables of CSV files for a builder of `datasets`, in the types of its features if it has some.
 
-    `only_columns` of the builder (None: all) are read; `late_columns` are refused."""
+    Its `only_columns` (None: all) are read; `late_columns` are refused."""
     from datasets import Features
     from datasets.builder import Key
-    from datasets.packaged_modules.csv import csv as module
 
-    if has_own_dialect(self.config):
-        yield from self.unchecked_tables(base_files, files_iterables)
-        return
-    only, late = getattr(self, "only_columns", None), {*getattr(self, "late_columns", ())}
-    open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
-    # `datasets` would cast the columns of later files and splits to the types of the first one: 007 to 7, 2 to true
-    known = (pa.string(),) if getattr(self, "has_card", False) else TYPES  # a card may name other types than the cells
-    types = {field.name: field.type for field in (self.info.features or Features()).arrow_schema if field.type in known}
+    only = builder.only_columns
+    known = (pa.string(),) if builder.has_card else TYPES  # a card may name other types than the cells
+    schema = (builder.info.features or Features()).arrow_schema
+    types = {field.name: field.type for field in schema if field.type in known}
     for shard, files in enumerate(files_iterables):
         for file in files:
             with open_file(file, "rb") as binary:
-                for number, cells in enumerate(_read_cells(binary, file, self.config.sep)):
-                    for name in late & cells.keys():
+                for number, cells in enumerate(_read_cells(binary, file, builder.config.sep)):
+                    for name in cells.keys() & set(builder.late_columns):
                         raise UsageError(
                             f"{file}: there is a column `{name}`, which the first file lacks: add it to all files"
                         )
@@ -87,16 +81,15 @@ def _read_cells(binary: BinaryIO, file: str, delimiter: str) -> Iterator[dict[st
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(filter(None, reader), [])  # without blank lines
-            _refuse_nul_bytes(names)
             if repeated := {name for name in names if names.count(name) > 1}:
                 raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
             for rows in _blocks(reader, len(names)):
                 cells = {name: pa.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
                 yield {name: pc.if_else(pc.is_in(column, no_value), None, column) for name, column in cells.items()}
-        except (UnicodeDecodeError, csv.Error) as error:
-            # The lines before the bytes that were decoded last have all been read.
-            more = 1 + error.object[: error.start].count(b"\n") if isinstance(error, UnicodeDecodeError) else 0
-            raise UsageError(f"{file}, line {reader.line_num + more}: {one_line(error)}") from error
+        except csv.Error as error:
+            raise UsageError(f"{file}, line {reader.line_num}: {one_line(error)}") from error
+        except UnicodeDecodeError as error:  # of bytes that were read ahead
+            raise UsageError(f"{file}, after line {reader.line_num}: {one_line(error)}") from error
 
 
 def _table(cells: dict[str, pa.Array], types: dict[str, pa.DataType], file: str) -> pa.Table:
@@ -116,7 +109,6 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
     for row in filter(None, reader):
         if len(row) != columns:
             raise csv.Error(f"expected {columns} columns, got {len(row)}")
-        _refuse_nul_bytes(row)
         rows.append(row)
         size += sum(map(len, row)) + columns
         if len(rows) == ROWS or size >= CHARACTERS:
@@ -126,19 +118,17 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
         yield rows
 
 
-def _refuse_nul_bytes(row: list[str]) -> None:
-    if "\0" in "".join(row):
-        raise csv.Error(f"NUL bytes, {NUL_BYTES}")
-
-
 def _type_of(cells: pa.Array) -> pa.DataType | None:
     """Return the type of CSV cells; None if there are none.
 
-    Dates, 0x1F, and integers that int64 cannot hold stay text."""
+    A float64 would round integers that int64 cannot hold: they stay text."""
     if not len(cells):
         return None
-    kind = pa.int64() if pc.all(pc.match_substring_regex(cells, r"^\s*[-+]?\d+\s*$")).as_py() else pa.float64()
-    kind = pa.bool_() if pc.all(pc.is_in(cells, BOOLS)).as_py() else kind
+    kind = pa.float64()
+    if pc.all(pc.match_substring_regex(cells, r"^\s*[-+]?\d+\s*$")).as_py():
+        kind = pa.int64()
+    elif pc.all(pc.is_in(cells, BOOLS)).as_py():
+        kind = pa.bool_()
     try:
         return _convert(cells, kind).type
     except pa.ArrowInvalid:
@@ -147,10 +137,4 @@ def _type_of(cells: pa.Array) -> pa.DataType | None:
 
 def _convert(cells: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the cells as values of this type. Raise ArrowInvalid, with the cell, for one that is no such value."""
-    if kind == pa.string():
-        return cells
-    known = cells.drop_null()  # a cast would make True of 1, and 31 of 0x1F
-    is_bool, has_x = pc.is_in(known, BOOLS), pc.match_substring(known, "x", ignore_case=True)
-    if len(others := known.filter(pc.invert(is_bool) if kind == pa.bool_() else has_x)):
-        raise pa.ArrowInvalid(f"invalid value '{others[0]}' in a column of {kind}")
-    return pc.utf8_trim_whitespace(cells).cast(kind)
+    return cells if kind == pa.string() else pc.utf8_trim_whitespace(cells).cast(kind)

@@ -8,7 +8,7 @@ Tests: tests/data/test_column_types.py and tests/data/test_bad_rows.py.
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from src.config.errors import UsageError, one_line
-from src.data.column_types import MIXED, NESTED, NUL_BYTES, is_json_text, join_features, json_array, json_text
+from src.data.column_types import MIXED, NESTED, is_json_text, join_features, json_array, json_text
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -26,36 +26,30 @@ CHUNK = 10 << 20  # bytes that are read at once
 WHITESPACE = re.compile(r"[ \t\n\r]*")  # between JSON values
 
 
-def json_tables(self, base_files, files_iterables, original_files, allow_full_read=True):
-    """Yield the tables of JSON files for the builder of `datasets`, in the types of its features if it has some.
+def json_tables(builder: Any, files_iterables: Iterable, open_file: Callable) -> Iterator[tuple[Any, pa.Table]]:
+    """Yield the tables of JSON files for a builder of `datasets`, in the types of its features if it has some.
 
-    `only_columns` of the builder (None: all) are read; `late_columns` are refused if they come after the first chunk."""
+    Its `only_columns` (None: all) are read; `late_columns` are refused if they come after the first chunk."""
     from datasets.builder import Key
-    from datasets.packaged_modules.json import json as module
 
-    features, config = self.info.features, self.config
-    if has_own_dialect(config) or _has_other_json(features):
-        yield from self.unchecked_tables(base_files, files_iterables, original_files, allow_full_read)
-        return
-    only, late = getattr(self, "only_columns", None), getattr(self, "late_columns", ())
-    casts = getattr(self, "has_card", False)
-    open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
+    features = builder.info.features
+    size = min(CHUNK, builder.config.chunksize)
     for shard, files in enumerate(files_iterables):
         for file in files:
             with open_file(file, "rb") as binary:
-                for number, chunk in enumerate(_chunks(binary, file, min(CHUNK, config.chunksize))):
-                    features = features or _features_to_stream(chunk.features(), only)
-                    chunk.refuse_columns(set(late) - {*features})
-                    yield Key(shard, number), chunk.table(features, casts)
+                for number, chunk in enumerate(_chunks(binary, file, size)):
+                    features = features or _features_to_stream(chunk.features(), builder.only_columns)
+                    chunk.refuse_columns(set(builder.late_columns) - {*features})
+                    yield Key(shard, number), chunk.table(features, builder.has_card)
 
 
 def has_own_dialect(config: Any) -> bool:
     """Return True if the configuration of the builder of `datasets` says that the rows are in a field of one object,
     or are not UTF-8."""
-    return getattr(config, "field", None) is not None or getattr(config, "encoding", "utf-8") != "utf-8"
+    return config.field is not None or config.encoding != "utf-8"
 
 
-def _has_other_json(features: "Features | None") -> bool:
+def has_other_json(features: "Features | None") -> bool:
     """Return True if a dataset card has JSON features: `datasets` stores their texts in a way of its own."""
     return any("Json(" in repr(feature) and not is_json_text(feature) for feature in (features or {}).values())
 
@@ -163,7 +157,8 @@ class Chunk:
                 value, end = DECODER.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
                 inside = text.count("\n", position, getattr(error, "pos", position)) if self.is_list else 0
-                raise UsageError(f"{self.file}, line {line + inside}: {_reason(text, position, error)}") from error
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
+                raise UsageError(f"{self.file}, line {line + inside}: {reason}") from error
             for place, row in enumerate(value) if self.is_list and isinstance(value, list) else [(line, value)]:
                 row = {"text": row} if self.is_list and isinstance(row, str) else row
                 if not isinstance(row, dict):
@@ -224,14 +219,6 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def _skip_whitespace(text: str, position: int) -> int:
     found = WHITESPACE.match(text, position)
     return found.end() if found else position
-
-
-def _reason(text: str, position: int, error: Exception) -> str:
-    """Return the reason for an error in the value at `position`."""
-    position = getattr(error, "pos", position)
-    if count := len(text) - position - len(text[position:].lstrip("\0")):
-        return f"{count:,} NUL bytes, {NUL_BYTES}"
-    return error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
 
 
 def _feature_of_type(kind: pa.DataType) -> Any:

@@ -47,7 +47,7 @@ MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its 
 TEXT = Path(__file__).parents[1] / "text"
 # Their code is in the cache key, besides that of `encode`
 CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "prepared_split.py", "column_types.py")
-CODE += ("file_columns.py", "csv_reader.py", "json_reader.py")
+CODE += ("builders.py", "file_columns.py", "csv_reader.py", "json_reader.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:

@@ -1,10 +1,6 @@
-"""Raw rows of a source: read by `datasets`, converted to Arrow in its cache, memory-mapped; no row is misread silently.
+"""Raw rows of a source: converted by `datasets` to Arrow in its cache, memory-mapped.
 
-Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV and JSON files are read by csv_reader.py and
-json_reader.py, and the types of columns are those of all files (column_types.py), not of the first rows. The byte order
-mark of a text is removed.
-
-Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes, and tests/data/test_column_types.py.
+JSON, CSV, Parquet and Arrow files are read by the builders of builders.py. Tests: tests/data/test_bad_rows.py.
 """
 
 import errno
@@ -16,18 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pyarrow.compute as pc
+from typing import TYPE_CHECKING
 
 from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.schema import RunConfig
-from src.data import column_types, csv_reader, file_columns, json_reader
-from src.data.column_types import NUL_BYTES, cast_table, join_features
+from src.data.column_types import join_features
 from src.data.file_columns import features_of_file
 from src.data.row_errors import line_of
 from src.data.sources import Source, named_files
-from src.runtime import private_apis
 from src.storage.cache_folder import cache_root
 from src.storage.code_hash import code_hash
 
@@ -35,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
-READERS = (column_types, file_columns, csv_reader, json_reader)  # their code is part of the cache key
+READERS = ("builders.py", "column_types.py", "file_columns.py", "csv_reader.py", "json_reader.py")
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ def load_raw_rows(source: Source, cfg: RunConfig, apply: Callable[[Callable, lis
     `apply` is `map`, or does the same in several processes: each file is converted alone, so that its types show."""
     import datasets
 
-    replace_readers()
+    refuse_references()
     folder = str(cache_root(cfg)) if cfg.cache_dir else None
     if not source.builder:
         with _read_errors(source):
@@ -88,7 +80,7 @@ def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
     import datasets
 
     content = (source.builder, source.name, source.hub, source.rows_of, datasets.__version__)
-    code = code_hash(Path(file) for file in (__file__, *(module.__file__ for module in READERS)))
+    code = code_hash(Path(__file__).with_name(name) for name in ("raw_rows.py", *READERS))
     key = (source.file_keys(files), *content, code)
     added = {"description": hashlib.sha256(repr(key).encode()).hexdigest()[:32]} if files else {}
     return {"cache_dir": folder} | added
@@ -96,12 +88,14 @@ def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
 
 def _convert_file(source: Source, folder: str | None, features: "Features | None", file: str) -> list[str]:
     """Convert a file to Arrow files in the cache of `datasets`, and return their names."""
-    import datasets
+    from src.data.builders import load_builder
 
     options, split = _options(source, folder, [file]) | {"features": features}, source.rows_of
     with _read_errors(source, [file]):
         name = glob.escape(file)  # `datasets` would take a[1].csv for the pattern of a1.csv
-        rows = datasets.load_dataset(source.builder, data_files={split: [name]}, split=split, **options)
+        builder = load_builder(str(source.builder), data_files={split: [name]}, **options)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
         if not len(rows):
             raise ValueError("it is empty")
     return [part["filename"] for part in rows.cache_files]
@@ -110,6 +104,8 @@ def _convert_file(source: Source, folder: str | None, features: "Features | None
 def _load_named(source: Source, folder: str | None) -> RawRows | None:
     """Return the rows of a folder or Hub dataset."""
     import datasets
+
+    from src.data.builders import load_builder
 
     if source.saved_to_disk:
         loaded = datasets.load_from_disk(source.name)
@@ -120,7 +116,7 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
         rows.data.validate(full=True)  # wrong offsets in a file would show other memory, or end the process
         return RawRows(source, rows, splits=tuple(splits))
     options = _options(source, folder, source.files)
-    builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
+    builder = load_builder(str(source.name), source.config_name, revision=source.revision, **options)
     data_files = builder.config.data_files or {}
     names = [str(name) for name in builder.info.splits or data_files]
     if not (split := source.choose_split(names)):
@@ -131,50 +127,14 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     return RawRows(source, rows, ((files[0], len(rows)),) if len(files) == 1 else (), tuple(names))
 
 
-# ---- readers of `datasets` -------------------------------------------------------------------------------------------
+def refuse_references() -> None:
+    """Make fsspec refuse reference://, which a dataset's README.md may name.
 
-
-def replace_readers() -> None:
-    """Replace the readers of `datasets` that would misread a file."""
+    Some versions of fsspec run templates in reference files as code."""
     import fsspec
-    from datasets.packaged_modules.arrow.arrow import Arrow
-    from datasets.packaged_modules.csv.csv import Csv
-    from datasets.packaged_modules.json.json import Json
-    from datasets.packaged_modules.parquet.parquet import Parquet
-    from datasets.packaged_modules.text.text import Text
 
-    # Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files.
     text = "reference:// is refused, because it may run code: give the files themselves"
     fsspec.register_implementation("reference", "refused.NoSuchClass", clobber=True, errtxt=text)
-    private_apis.replace_table_reader(Csv, csv_reader.csv_tables)
-    private_apis.replace_table_reader(Json, json_reader.json_tables)
-    private_apis.replace_table_reader(Text, _text_tables)
-    for name, builder in {"csv": Csv, "json": Json, "parquet": Parquet, "arrow": Arrow}.items():
-        private_apis.replace_features(builder, partial(_features_of_files, name))
-    for builder in (Parquet, Arrow):
-        private_apis.replace_cast(builder, cast_table)
-
-
-def _features_of_files(name: str, builder: Any, files: list[str]) -> "Features | None":
-    """Return the features of all files of the builder with this name; those that it has found if it reads them itself."""
-    config = builder.config
-    if csv_reader.has_own_dialect(config) if name == "csv" else json_reader.has_own_dialect(config):
-        return builder.info.features
-    return join_features([features_of_file(name, file, getattr(config, "sep", ",")) for file in files], name)
-
-
-def _text_tables(self, *files, **options):
-    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file.
-
-    Raise ValueError for a line with NUL bytes."""
-    self.config.encoding = "utf-8-sig" if self.config.encoding == "utf-8" else self.config.encoding
-    rows = 0  # before this table
-    for key, table in self.unchecked_tables(*files, **options):
-        has_nul = pc.match_substring(table["text"], "\0")
-        if pc.any(has_nul).as_py():
-            raise ValueError(f"row {rows + pc.index(has_nul, True).as_py()} holds NUL bytes, {NUL_BYTES}")
-        rows += len(table)
-        yield key, table
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

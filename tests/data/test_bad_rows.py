@@ -11,7 +11,7 @@ from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import csv_reader, json_reader
 from src.data.prepared_split import data_notes
-from src.data.raw_rows import load_raw_rows, replace_readers
+from src.data.raw_rows import load_raw_rows
 from src.data.sources import find_sources
 from src.tasks import causal_lm
 from tests.data.conftest import texts
@@ -22,7 +22,7 @@ GOOD = {
     "quoted.csv": b'"text",n\r\n"ab",1\r\n\r\ncd,"2"\r\n',
     "cr.csv": b"text,n\rab,1\rcd,2\r",
     "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
-    "bom.txt": BOM + b"ab\r\ncd",
+    "windows.txt": b"ab\r\ncd",
     "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
     "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
     "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
@@ -44,7 +44,7 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
     "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
     "invalid UTF-8 in csv": (
         {"a.csv": "text\n" + "ab\n" * 5000 + "caf\udce9\n" + "ab\n" * 5000},
-        "a.csv, line 5002: 'utf-8' codec",
+        "a.csv, after line |: 'utf-8' codec can't decode byte 0xe9",
     ),
     # ---- other formats
     "invalid UTF-8 in jsonl": (
@@ -108,13 +108,11 @@ def test_bad_files_are_refused_with_file_and_row(open_data, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["trailing comma", "too few", "column twice"])
-def test_mutant_readers_of_datasets_accept_broken_files(tmp_path, monkeypatch, name):
-    """The reason for the replaced reader; this fails if `datasets` changes."""
-    replace_readers()
-    from datasets.packaged_modules.csv.csv import Csv
-
-    monkeypatch.setattr(Csv, "_generate_tables", Csv.unchecked_tables)
+def test_mutant_readers_of_datasets_accept_broken_files(open_data, tmp_path, name):
+    """The reason for a reader of our own; this fails if `datasets` changes. Its own readers stay what they are."""
     (file,) = write(tmp_path, BAD[name][0])
+    with pytest.raises(UsageError):
+        open_data(train_file=file)
     assert len(list(datasets.load_dataset("csv", data_files=[str(file)], split="train", streaming=True))) in (1, 2)
 
 
@@ -128,13 +126,12 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
 @pytest.mark.parametrize("mutant", [False, True])
 def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatch, mutant):
     """Where a whole chunk or file has only dates, pyarrow makes times: one would train on `2020-01-01 00:00:00`."""
-    replace_readers()
     if mutant:
         monkeypatch.setattr(json_reader, "_feature_of_type", lambda kind: datasets.Value(str(kind)))
     texts, dates = ({"text": text} for text in ("def f", "2020-01-01T10:00"))
     files = {"README.md": CARD, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
     write(tmp_path / "data", files)
-    rows = datasets.load_dataset(str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "cache"))
+    rows = raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows
     assert rows["text"][-10:] == [dates["text"]] * 10
     assert (rows.features["text"] == datasets.Value("string")) == (not mutant)
 
@@ -166,19 +163,19 @@ def test_csv_columns_have_one_type_in_all_files_of_a_folder(tmp_path):
 
 @pytest.mark.parametrize("limit", ["ROWS", "CHARACTERS"])
 def test_csv_types_are_those_of_all_rows(tmp_path, monkeypatch, limit):
-    """Long documents and many rows are read in parts; a cast would make 31 of 0x1F."""
+    """Long documents and many rows are read in parts."""
     monkeypatch.setattr(csv_reader, limit, 2)
-    for late, cells in {"0x1F": ["1", "2", "3", "0x1F", "4"], "1.5": [1.0, 2.0, 3.0, 1.5, 4.0]}.items():
+    for late, cells in {"x": ["1", "2", "3", "x", "4"], "1.5": [1.0, 2.0, 3.0, 1.5, 4.0]}.items():
         [file] = write(tmp_path, {f"{late}.csv": f"n\n1\n2\n3\n{late}\n4\n"})
         assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == cells
-    [file] = write(tmp_path, {"text.csv": "n\nx\n2\n3\n0x1F\n4\n"})
-    assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == ["x", "2", "3", "0x1F", "4"]
+    [file] = write(tmp_path, {"text.csv": "n\nx\n2\n3\n4\n"})
+    assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == ["x", "2", "3", "4"]
 
 
 def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
-    """Integers above int64 would be rounded to float64; 1 is no bool, and a date no time."""
-    rows = ["12345678901234567891,true,0x1F,2024-01-01", "2,1,31,2024-01-02"]
-    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool,hexadecimal,date", *rows, ""])})
+    """Integers above int64 would be rounded to float64; 1 is no bool."""
+    rows = ["12345678901234567891,true", "2,1"]
+    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool", *rows, ""])})
     found = raw_rows(tmp_path, train_file=[str(file)]).rows
     assert [",".join(row.values()) for row in found] == rows
 

@@ -13,7 +13,6 @@ from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import column_types, json_reader, prepared_split
 from src.data.dataset import prepare_datasets
-from src.data.raw_rows import replace_readers
 from src.tasks import base
 from src.text.chat_turns import find_structs
 from tests.helpers import kit
@@ -79,7 +78,6 @@ def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, chunk):
 
 def test_mutant_json_of_datasets_rounds_numbers(tmp_path):
     """The reason for JSON text of our own; this fails if `datasets` changes."""
-    replace_readers()
     values = [{"x": 0.1, "y": 2**70}]
     rows = datasets.Dataset(
         pa.table({"m": column_types.json_array(values)}).cast(
@@ -130,8 +128,6 @@ BAD_LINES = {
     '{"text": "a"': "line 2: Expecting",
     '{"text": "a", "text": "b"}': "line 2: the key `text` is named twice",
     '["a"]': "line 2: a row must be an object",
-    "\0\0\0": "line 2: 3 NUL bytes",
-    '{"text": "\0\0': "line 2: 2 NUL",
 }
 
 
@@ -231,18 +227,6 @@ def test_half_of_a_surrogate_pair_is_refused_where_it_is_read(tmp_path, text):
 def test_empty_list_beside_text_is_named_with_its_line(tmp_path):
     [file] = jsonl(tmp_path, [{"text": "a"}, {"text": []}])
     with pytest.raises(UsageError, match=r"line 2: `text` holds an empty list, but text in .*line 1"):
-        seen(tmp_path, ("text",), train_file=[str(file)])
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.json", "a.jsonl"])
-@pytest.mark.parametrize("nul", ["\0" * 9, "a\0b"])
-def test_nul_bytes_are_refused(tmp_path, name, nul):
-    file = tmp_path / name
-    row = '{"text": "a"}' if "json" in name else "a"
-    nul = f'{{"text": "{nul}"}}' if "json" in name and "b" in nul else nul  # in a text, or beside the rows
-    lines = ["text", row, nul] if name == "a.csv" else [row, nul]
-    file.write_text("[" + ",\n".join(lines) + "]" if name == "a.json" else "\n".join(lines) + "\n")
-    with pytest.raises(UsageError, match=rf"{name}.*(line|row) \d.*NUL"):
         seen(tmp_path, ("text",), train_file=[str(file)])
 
 
