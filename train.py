@@ -84,8 +84,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     gradient = task.wrap_gradient(compute_gradient)  # the same function, unless the loss is one over the whole batch
     gradient = backend.wrap_gradient(gradient)  # running statistics; on 3 DDP ranks or more the first one twice
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
-    score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals.stopping)
-    save_requested = False
+    score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
     module.train()
 
     while True:
@@ -100,16 +99,18 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
                 checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
                     logger.train_line()
-        if due.save() or save_requested:
+        if due.save():
             checkpoints.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():  # all steps are done, or early_stopping_patience is used up
             break
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
+        signals.look(state.step)  # at the clock, the launcher, and the files `stop` and `save`
         votes = signals.votes() | {"failed": checkpoints.failed()}  # add your own: 1.0 is a vote for it
         totals = StepTotals.sum_over_ranks(backend, batch, votes)
-        save_requested = totals.save
+        if totals.save:
+            checkpoints.save()
         if totals.stop or totals.failed:
             break
 

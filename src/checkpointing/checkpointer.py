@@ -113,6 +113,7 @@ class Checkpointer:
             state.finish_update(self.cfg.max_skipped_steps)
             backend_checks.check_replicas(self.run.backend, self.run.model, state.step)
             self.due.last_save = self._now()
+            self.signals.save_requested = False  # by the file `save`: this is that save
             # The step alone does not determine the position of a stream.
             if position := getattr(self.run.datasets["train"], "position", None):
                 state.stream = position(state.step, self.hosts)

@@ -41,11 +41,10 @@ class Start:
         """Restore gradient scaler, meter and `parts`, such as the optimizer; return the TrainState of the checkpoint, or a
         new one. The model has its weights already."""
         check_only_tensors(run.task.saved(run.model.model))
-        if self.checkpoint is None:
-            return TrainState()
-        state = load_checkpoint(self.checkpoint, run, parts)
+        state = TrainState() if self.checkpoint is None else load_checkpoint(self.checkpoint, run, parts)
         if not self.is_same_run:
             state.forget_best()  # that checkpoint is in the folder of the other run
+        state.use_metric(run.cfg)  # with another metric, the comparison starts over
         return state
 
 

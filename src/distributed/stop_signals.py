@@ -1,7 +1,8 @@
 """Stop and save requests: signals, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
 
-A background thread receives them, because Python runs no signal handler while the main thread waits in a collective.
-Between two steps, all ranks sum their requests and decide together. Tests: tests/distributed/test_stop_signals.py.
+A background thread receives signals, because Python runs no signal handler while the main thread waits in a collective.
+Everything else is looked at between two steps, and between blocks of an evaluation. Then all ranks sum their requests and
+decide together. Tests: tests/distributed/test_stop_signals.py.
 """
 
 import ctypes
@@ -30,7 +31,8 @@ DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 # A signal within this time is a duplicate of the first: a launcher forwards what all its processes have received.
 COPY_SECONDS = 1.0
 TRACKER_SECONDS = 2.0  # time for trackers to close when the process must end at once
-POLL_SECONDS = 0.5  # between two checks of files and clocks
+LOOK_SECONDS = 0.5  # between two looks at the run folder, which may be on a network disk
+WAKE_SECONDS = 60.0  # between two looks of the thread, for a main thread that waits without an end
 HANG_SHARE = 0.5  # of ddp_timeout, after which a collective fails
 PROCESS_START = src.STARTED
 
@@ -44,13 +46,14 @@ class StopSignals:
         self.rank, self.is_main = rank, rank == 0
         self.folder = Path(cfg.output_dir)
         self.deadline = None if cfg.time_limit is None else PROCESS_START + 60 * cfg.time_limit
-        self.has_launcher = _has_launcher()
         self.hang_seconds, self.last_hang = HANG_SHARE * cfg.ddp_timeout, 0.0
         self.reason: str | None = None  # why this rank wants to stop
-        self.save_requested = False
-        self.step_seconds = 0.0  # of the slowest step
+        self.save_requested = False  # until the next save
+        self.stop_step: int | None = None  # the file `stop` may hold a step
+        self.step_seconds = 0.0  # of the slowest step, or block of an evaluation
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
+        self.last_look = -LOOK_SECONDS  # at the run folder
         self.first_signal: float | None = None
         self.is_smoke = cfg.smoke
 
@@ -61,18 +64,53 @@ class StopSignals:
             _training = self
 
     def votes(self) -> dict[str, float]:
-        """Return this rank's requests by name, each 0 or 1, to be summed over ranks; call it between two steps."""
-        save = self.save_requested
-        if save:  # never clear a request that the other thread makes now
-            self.save_requested = False
-        return {"save": float(save), "stop": self.stopping()}
+        """Return this rank's requests by name, each 0 or 1, to be summed over ranks between two steps."""
+        return {"save": float(self.save_requested), "stop": self.stopping()}
 
     def stopping(self) -> float:
-        """Return 1 if this rank wants to stop, else 0; call it between two steps or two batches of an evaluation."""
-        now = time.monotonic()
-        self.step_seconds = max(self.step_seconds, now - (self.last_boundary or now))
-        self.last_boundary = now
+        """Return 1 if this rank wants to stop, else 0."""
         return float(self.reason is not None)
+
+    # ---- between two steps, or two blocks of an evaluation -----------------------------------------------------------
+
+    def look(self, step: int | None = None) -> None:
+        """Look at the launcher, the clock and the run folder. `step`: those that are done; None within an evaluation."""
+        now = time.monotonic()
+        if self.last_boundary is not None:
+            self.step_seconds = max(self.step_seconds, now - self.last_boundary)
+        self.last_boundary = now
+        if _launcher_has_ended():
+            self.reason = self.reason or "the end of the launcher"
+        if self.is_main and self.deadline and now + self._seconds_to_stop() > self.deadline:
+            self.reason = self.reason or "the time limit"
+        if now - self.last_look > LOOK_SECONDS:
+            self.last_look = now
+            with suppress(OSError):  # a network disk may fail for a moment: the next look tries again
+                self._look_at_folder()
+        if self.stop_step is not None and step is not None and step >= self.stop_step:
+            self.reason = self.reason or "the file stop"
+
+    def _look_at_folder(self) -> None:
+        """Check the lock of the run folder, and the files `save` and `stop`; delete these files."""
+        if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run
+            _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
+        if not self.is_main:
+            return
+        save, stop = self.folder / "save", self.folder / "stop"
+        if save.exists():
+            self.save_requested = True  # before the file is gone: a program may wait for that
+            save.unlink(missing_ok=True)
+        if stop.exists():
+            words = stop.read_text().split()
+            if words and words[0].isdecimal():
+                self.stop_step = int(words[0])
+            else:
+                self.reason = self.reason or "the file stop"
+            stop.unlink(missing_ok=True)
+
+    def _seconds_to_stop(self) -> float:
+        """Return an upper estimate of the seconds that another step and a save take."""
+        return 1.5 * self.step_seconds + 2 * self.save_seconds + 1.0
 
     # ---- in the background thread ------------------------------------------------------------------------------------
 
@@ -93,31 +131,12 @@ class StopSignals:
         elif now - self.first_signal > COPY_SECONDS:
             _exit(128 + number, f"Stopped by a second {name} without saving.")
 
-    def poll(self) -> None:
-        """Check the run folder, the launcher and this rank's progress."""
-        if self.has_launcher and os.getppid() != src.LAUNCHER_PID:
-            self.reason = self.reason or "the end of the launcher"
+    def report_hang(self) -> None:
+        """Report once if this rank has made no progress for a long time."""
         idle = time.monotonic() - host_group.last_sum  # a step has at least one sum over all ranks
         if idle > self.hang_seconds and self.last_hang != host_group.last_sum:
-            self.last_hang = host_group.last_sum  # report each hang once
+            self.last_hang = host_group.last_sum
             host_group.report_hang(self.rank, idle, self.folder / "logs" / f"stacks_rank_{self.rank}.txt")
-        if self.is_main:
-            self._poll_requests()
-
-    def _poll_requests(self) -> None:
-        """Check the time limit and the files `save` and `stop`; delete these files."""
-        if self.deadline and time.monotonic() + self._seconds_to_stop() > self.deadline:
-            self.reason = self.reason or "the time limit"
-        if (self.folder / "save").exists():
-            self.save_requested = True  # before the file is gone: a program may wait for that
-            (self.folder / "save").unlink(missing_ok=True)
-        if (self.folder / "stop").exists():
-            (self.folder / "stop").unlink(missing_ok=True)
-            self.reason = self.reason or "the file stop"
-
-    def _seconds_to_stop(self) -> float:
-        """Return an upper estimate of the seconds that the current step and a save still take."""
-        return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * POLL_SECONDS
 
 
 _training: StopSignals | None = None  # what a signal asks to stop; None: nothing to save yet
@@ -141,14 +160,13 @@ def exit_on_signal() -> None:
 
 def _listen(inbox: socket.socket, outbox: socket.socket) -> NoReturn:
     while True:
-        is_ready = select.select([inbox], [], [], POLL_SECONDS)[0]
+        is_ready = select.select([inbox], [], [], WAKE_SECONDS)[0]
         for number in inbox.recv(64) if is_ready else b"":
             if number in SIGNALS:  # others have handlers, too, such as SIGCHLD of dataloader workers
                 (_training.handle if _training else _exit_early)(signal.Signals(number))
         if _training:
-            with suppress(OSError):  # a network disk may fail for a moment: try again
-                _training.poll()
-        elif _has_launcher() and os.getppid() != src.LAUNCHER_PID:  # and the store by which its ranks would meet
+            _training.report_hang()
+        elif _launcher_has_ended():  # and the store by which its ranks would meet
             _exit(EXIT_STOPPED, "Stopped before training began: the launcher has ended.")
 
 
@@ -173,8 +191,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _has_launcher() -> bool:
-    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+def _launcher_has_ended() -> bool:
+    has_launcher = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+    return has_launcher and os.getppid() != src.LAUNCHER_PID
 
 
 def _display_name(number: signal.Signals) -> str:

@@ -19,6 +19,7 @@ from src.data.batch_plan import MicroBatch, evaluation_order
 from src.data.data_loader import read_batches, seed_everything
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
+from src.distributed.stop_signals import StopSignals
 from src.runtime import console
 from src.tasks import Batch, Task
 from src.training.training_model import has_few_shapes
@@ -33,11 +34,11 @@ def evaluate(
     task: Task,
     split,
     cfg: RunConfig,
-    stopping: Callable[[], float] | None = None,
+    signals: StopSignals | None = None,
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
-    Return None if `stopping()` returned 1 on any rank. The result is bitwise the same for any number of processes on
+    Return None if `signals` ask any rank to stop. The result is bitwise the same for any number of processes on
     one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
     number. Memory: a few numbers per micro-batch.
     """
@@ -56,8 +57,10 @@ def evaluate(
     with _evaluating(module, cfg, has_few_shapes(cfg, task, split)), _one_thread(accelerator.device):
         batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
         for _ in range(0, rounds, ASK):
-            if stopping and backend.hosts.sum([stopping()])[0]:
-                return None
+            if signals is not None:
+                signals.look()
+                if backend.hosts.sum([signals.stopping()])[0]:
+                    return None
             outputs = [forward(*item) for item in islice(batches, ASK)]
             results += [(micro, _on_host(batch, out)) for micro, batch, out in outputs if not micro.dummy]
             progress.update(len(outputs))

@@ -164,7 +164,6 @@ class Intervals:
         # A smoke test ends sooner, on the schedule of the whole run.
         self.num_steps = min(num_steps, SMOKE_STEPS) if cfg.smoke else num_steps
         self.last_save = (state.step, state.evaluated)  # (step, evaluated) at the last save or at resume
-        state.use_metric(cfg)
 
     def finished(self) -> bool:
         """Return whether training is over: all steps are done, or early stopping has ended it."""

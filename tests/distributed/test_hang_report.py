@@ -11,6 +11,7 @@ from tests.helpers.stopping import begin, check_stopped, recipe
 def test_stopped_rank_is_found_by_the_rank_that_waits_for_it(tiny, tmp_path, monkeypatch):
     """Rank 1 stands still, as on a machine that swaps; it continues later, and the run is as sound as before."""
     monkeypatch.setattr(stop_signals, "HANG_SHARE", 0.01)
+    monkeypatch.setattr(stop_signals, "WAKE_SECONDS", 0.1)
     ranks, stacks = begin(tmp_path, recipe(tiny, ddp_timeout=300)), tmp_path / "run" / "logs" / "stacks_rank_0.txt"
     ranks.signal(signal.SIGSTOP, 1)
     kit.until(lambda: stacks.exists() and "rank 0 has made no progress" in ranks.text())

@@ -16,6 +16,7 @@ import src
 import train
 from src.checkpointing import checkpoint_folder, resume
 from src.config.errors import Stopped
+from src.config.schema import RunConfig
 from src.distributed import stop_signals
 from src.runtime import run_status
 from src.storage import verify_hashes
@@ -118,9 +119,9 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
 
 
 def bare_signals(folder: Path, **values) -> stop_signals.StopSignals:
-    """Return the requests of a rank that trains, without signal handlers and thread."""
-    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
-    vars(signals).update(folder=folder, is_main=False, reason=None, first_signal=None, **values)
+    """Return the requests of rank 0, without signal handlers and thread."""
+    signals = stop_signals.StopSignals(0, RunConfig(output_dir=str(folder)))
+    vars(signals).update(values)
     return signals
 
 
@@ -193,12 +194,13 @@ def test_signal_while_other_ranks_are_awaited(tiny, tmp_path):
 
 
 def test_launcher_that_ends_while_data_is_prepared(tiny, tmp_path, monkeypatch):
-    """Its ranks would then wait for its store, for `ddp_timeout` seconds or longer."""
+    """Its ranks would then wait for its store, for `ddp_timeout` seconds or longer. The thread wakes and looks."""
 
     def prepare(*_):
         src.LAUNCHER_PID = -1
         time.sleep(60)
 
+    monkeypatch.setattr(stop_signals, "WAKE_SECONDS", 0.1)
     monkeypatch.setattr(train.dataset, "prepare_datasets", prepare)
     rank = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path, env={"TORCHELASTIC_RUN_ID": "none"})
     assert rank.wait(30) == [75], rank.text()
@@ -228,12 +230,41 @@ def test_time_limit_of_a_run_that_never_resumes(tiny, tmp_path, monkeypatch):
 
 
 def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path):
-    """One and a half steps of 10 s, two saves of 6 s, two polls."""
+    """One and a half steps of 10 s, two saves of 6 s, one second."""
     for seconds, reason in ((27, "the time limit"), (40, None)):
         deadline = time.monotonic() + seconds
         signals = bare_signals(tmp_path, step_seconds=10.0, save_seconds=6.0, deadline=deadline)
-        signals._poll_requests()
+        signals.look(step=1)
         assert signals.reason == reason
+
+
+def test_questions_change_nothing(tmp_path):
+    """A save asked for is asked for until a checkpoint is begun; another rank has no say in that."""
+    (tmp_path / "save").touch()
+    signals = bare_signals(tmp_path)
+    signals.look(step=1)
+    assert not (tmp_path / "save").exists()
+    before = dict(vars(signals))
+    assert signals.votes() == signals.votes() == {"save": 1.0, "stop": 0.0}
+    assert signals.stopping() == 0.0
+    assert vars(signals) == before
+
+
+def test_file_stop_holds_a_step(tmp_path):
+    """The evaluation of that step is not interrupted, and an empty file ends the run sooner."""
+    (tmp_path / "stop").write_text("3\n")
+    signals = bare_signals(tmp_path)
+    for step in (2, None):
+        signals.look(step)
+        assert signals.stopping() == 0.0
+    signals.look(3)
+    assert signals.reason == "the file stop"
+
+    (tmp_path / "stop").touch()
+    signals = bare_signals(tmp_path, stop_step=3)
+    signals.look()
+    assert signals.reason == "the file stop"
+    assert not (tmp_path / "stop").exists()
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, tmp_path, few):
             module.register_forward_pre_hook(probe)
             evaluate(backend, module, task, splits["validation"], task.cfg)
             with pytest.raises(ZeroDivisionError):  # an error changes no kernels
-                evaluate(backend, module, task, splits["validation"], task.cfg, stopping=lambda: 1 / 0)
+                evaluate(backend, module, task, splits["validation"], task.cfg, SimpleNamespace(look=lambda: 1 / 0))
             assert torch.backends.cuda.cudnn_sdp_enabled() == of_training
         assert set(seen) == {bool(few)}
     finally:
