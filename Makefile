@@ -71,8 +71,8 @@ train: export STOP_IS_SUCCESS := 1
 train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 	$(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
-smoke: .venv/done ## try CONFIG in a minute: checks of the task, two steps, an evaluation, a save and a resume, compared
-	$(LAUNCH) train.py --config '$(CONFIG)' --smoke true $(OUT_FLAG) $(ARGS)
+smoke: .venv/done ## try CONFIG in a minute: checks of the task, three steps, an evaluation, saves and a resume, compared
+	$(VENV)/python -m src.tools.smoke $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)

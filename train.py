@@ -23,7 +23,7 @@ from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import evaluation, memory, optimizers, schedules, smoke, training_model
+from src.training import evaluation, memory, optimizers, schedules, training_model
 from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
@@ -43,14 +43,11 @@ def main(argv: list[str]) -> None:
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
     accelerator = init_accelerator(cfg)
-    if cfg.smoke:
-        smoke.run(train, cfg, task, datasets, accelerator)  # two short passes through `train`, compared
-    else:
-        train(cfg, task, datasets, accelerator)
+    train(cfg, task, datasets, accelerator)
     shutdown(accelerator)  # now nothing may refer to the model: torch could deadlock when it frees DDP later
 
 
-def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> smoke.Snapshot | None:
+def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
@@ -132,10 +129,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
     if not due.complete():
         checkpoints.stop()  # never returns: saves, then exit code 75; the same command resumes
-    state_of_pass = smoke.snapshot(run, start, checkpoints, techniques, score) if cfg.smoke else None
     checkpoints.write_final()  # final/: a folder for from_pretrained
     logger.finish(checkpoints.summary(), checkpoints.sample(), checkpoints.outcome())
-    return state_of_pass
 
 
 def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals: StepTotals) -> StepLosses:

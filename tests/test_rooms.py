@@ -10,7 +10,7 @@ from tests.helpers import kit
 
 SOURCE = kit.REPOSITORY / "src"
 ORDER = ["config", "storage", "runtime", "text", "distributed", "models", "tasks"]
-ORDER += ["data", "training", "checkpointing", "reporting"]  # each may import the ones before it
+ORDER += ["data", "training", "checkpointing", "reporting", "tools"]  # each may import the ones before it
 
 
 def imports(folder: Path) -> set[tuple[str, str]]:

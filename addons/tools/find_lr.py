@@ -70,9 +70,8 @@ def main(argv: list[str]) -> None:
     test, argv = own_flags(parsing.with_default_config(argv))
     cfg, task_options = parsing.parse(argv, OPTIONS)
     validation.check(cfg, task_options)
-    for name in ("dry_run", "smoke"):
-        if getattr(cfg, name):
-            raise UsageError(f"{name}: find_lr.py has no {name}: give --{name} to train.py")
+    if cfg.dry_run:
+        raise UsageError("dry_run: find_lr.py has no dry_run: give --dry_run to train.py")
     check_environment()
     cfg = replace(cfg, report_to=[])  # no tracker
     task = make_task(cfg, task_options)

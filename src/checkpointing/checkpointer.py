@@ -5,7 +5,6 @@ that to checkpoints/step_N, and deletes old checkpoints. All ranks make the same
 skipped and how a run ends. Tests: tests/checkpointing/test_async_writer.py, tests/checkpointing/test_best_model.py.
 """
 
-import json
 import logging
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ import yaml
 from src.checkpointing import checkpoint_folder, model_folder, resume
 from src.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from src.checkpointing.resume import Start
-from src.checkpointing.tensor_files import Tensors, digest
+from src.checkpointing.tensor_files import Tensors
 from src.config.addons import used_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
@@ -222,7 +221,7 @@ class Checkpointer:
                 self.writer.start("THE FINAL MODEL", self._write_final, final, best, tensors)
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
-        if self.is_main and self.due.complete() and not self.cfg.smoke:
+        if self.is_main and self.due.complete():
             self.addon_messages = [each.final_is_written(self.cfg) for each in used_addons(self.cfg)]
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
@@ -240,7 +239,7 @@ class Checkpointer:
                     hashes = {}  # of files that are others now
                 writer.publish(temporary, final, self.final_step, hashes)
 
-    # ---- for the summary and --smoke ---------------------------------------------------------------------------------
+    # ---- for the summary ---------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, and what add-ons did with final/."""
@@ -258,17 +257,3 @@ class Checkpointer:
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""
         return self.due.outcome() | {"final_step": self.final_step}
-
-    def state_hashes(self) -> dict[str, str]:
-        """Return {PART/NAME: hash or value} of all that a checkpoint would hold now, on every rank. A collective."""
-        self.writer.wait_on_all_ranks()
-        lines = set()
-        if self.writer.writes:
-            tensors, values = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
-            copies = self.memory.take(tensors)
-            lines |= {
-                f"{part}/{name}: {digest(value)}" for part, named in copies.items() for name, value in named.items()
-            }
-            for part, named in (values | {"progress": self.state.saved_fields()}).items():
-                lines |= {f"{part}/{name}: {json.dumps(value)}" for name, value in named.items()}
-        return dict(line.split(": ", 1) for line in self.hosts.union(lines))

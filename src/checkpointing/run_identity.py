@@ -23,7 +23,7 @@ from src.storage import jsonl, verify_hashes
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
-SILENT = ("output_dir", "resume", "dry_run", "smoke")
+SILENT = ("output_dir", "resume", "dry_run")
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
 SameRates = Callable[[RunConfig, RunConfig, int, dict], bool]

@@ -38,7 +38,8 @@ TRAINING_DATA = {  # a flag that names training data -> fields of the run file t
 _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 _PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
-NAMES_ELSEWHERE = {  # names of other trainers -> what to give instead; add-ons have more
+_SMOKE = "run make smoke CONFIG=FILE, or python -m src.tools.smoke and then this command, before a long run"
+NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead; add-ons have more
     "lr": "give learning_rate",
     "epochs": "give num_train_epochs",
     "model": "give model_name_or_path",
@@ -67,6 +68,8 @@ NAMES_ELSEWHERE = {  # names of other trainers -> what to give instead; add-ons 
     "fp16": _PRECISION,
     "fsdp": _LAUNCH,
     "deepspeed": _LAUNCH,
+    "check_save": _SMOKE,
+    "smoke": _SMOKE,
 }
 
 Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
@@ -218,7 +221,7 @@ def _warn_of_lists_given_twice(argv: list[str]) -> None:
 def to_yaml(cfg: RunConfig, options: Any) -> str:
     """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without query strings."""
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
-    del values["dry_run"], values["smoke"]
+    del values["dry_run"]
     rules = declared_options(type(cfg)) | declared_options(type(options))
     sources = [values, *(values["mixture"] or {}).values()]
     for source in sources:

@@ -45,9 +45,6 @@ class RunConfig:
         "minutes until the run saves and exits with code 75 (default: no limit)", above=0
     )
     dry_run: bool = changeable("print the plan (steps, tokens, learning rate, memory, disk) and exit", False)
-    smoke: bool = changeable(
-        "two real steps, an evaluation, a save, a resume into a fresh model, compared; then stop", False
-    )
 
     model_name_or_path: str | None = option("Hub id or folder of a pretrained model", group="model", is_path=True)
     model_revision: str = option("branch, tag or commit of the Hub model", "main", is_rare=True)

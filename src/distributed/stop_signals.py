@@ -55,13 +55,11 @@ class StopSignals:
         self.last_boundary: float | None = None
         self.last_look = -LOOK_SECONDS  # at the run folder
         self.first_signal: float | None = None
-        self.is_smoke = cfg.smoke
 
     def listen(self) -> None:
         """From now on, a signal saves and stops instead of ending the process."""
         global _training
-        if not self.is_smoke:  # which has nothing to save: a signal ends it at any moment
-            _training = self
+        _training = self
 
     def votes(self) -> dict[str, float]:
         """Return this rank's requests by name, each 0 or 1, to be summed over ranks between two steps."""
@@ -91,9 +89,7 @@ class StopSignals:
             self.reason = self.reason or "the file stop"
 
     def _look_at_folder(self) -> None:
-        """Check the lock of the run folder, and the files `save` and `stop`; delete these files."""
-        if run_status.has_lost_lock(self.folder):  # first, because the files below could be those of another run
-            _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
+        """Check the files `save` and `stop` of the run folder; delete them."""
         if not self.is_main:
             return
         save, stop = self.folder / "save", self.folder / "stop"

@@ -1,7 +1,7 @@
 """Checks of a task on a few of its rows: batches that repeat, seeds that stay, losses that are sums.
 
-smoke.py runs them before its first step, tests/conformance/ for every task. Each raises Failure with one sentence that
-names the task, the mistake and the fix. Tests: tests/conformance/test_mistakes.py, tests/training/test_smoke.py.
+`make smoke` runs them before its first step, tests/conformance/ for every task. Each raises Failure with one sentence that
+names the task, the mistake and the fix. Tests: tests/conformance/test_mistakes.py, tests/tools/test_smoke.py.
 """
 
 import inspect

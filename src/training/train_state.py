@@ -21,8 +21,6 @@ from src.tasks import Task
 from src.training.meter import Meter, StepBatch, StepLosses
 from src.training.model_with_loss import ModelWithLoss
 
-SMOKE_STEPS = 2
-
 
 class Update:
     """The last update, which the device may still be computing, with the data for a report if it is skipped."""
@@ -160,9 +158,7 @@ class Intervals:
     """Whether logging, evaluation or a save is due at the current step of `state`; the same on every rank."""
 
     def __init__(self, cfg: RunConfig, state: TrainState, num_steps: int, has_validation: bool):
-        self.cfg, self.state, self.has_validation = cfg, state, has_validation
-        # A smoke test ends sooner, on the schedule of the whole run.
-        self.num_steps = min(num_steps, SMOKE_STEPS) if cfg.smoke else num_steps
+        self.cfg, self.state, self.num_steps, self.has_validation = cfg, state, num_steps, has_validation
         self.last_save = (state.step, state.evaluated)  # (step, evaluated) at the last save or at resume
 
     def finished(self) -> bool:

@@ -76,7 +76,7 @@ def wrongly_treated(folder: Path, task: str) -> list[str]:
             try:
                 remarks = check(folder, new_cfg, new_options, cfg, options)
                 said = any(f"changed since step_00000008: {field.name}: " in remark for remark in remarks)
-                silent = field.name in ("output_dir", "resume", "dry_run", "smoke")
+                silent = field.name in ("output_dir", "resume", "dry_run")
                 is_right = field.name in may_change and said != silent
             except UsageError as error:
                 refused = f"holds another run ({field.name}: " in str(error) and str(value) in str(error)

@@ -80,7 +80,8 @@ def test_run_folder(run_file):
     config = f"CONFIG={run_file}"
     assert "--output_dir" not in printed("train", config)
     assert "--output_dir 'a b' --output_dir c" in printed("train", config, "OUT=a b", "ARGS=--output_dir c")
-    assert f"train.py --config '{run_file}' --smoke true" in printed("smoke", config)
+    command = printed("train", config).strip()
+    assert f"python -m src.tools.smoke {command}" in printed("smoke", config)
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------------
