@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from src.checkpointing.checkpoint_folder import read_state
-from src.checkpointing.run_identity import choose_folder
 from src.checkpointing.tensor_files import TensorReader, digest
 from src.config import parsing
 from src.config.errors import Failure, Stopped, UsageError
@@ -47,9 +46,7 @@ def main(argv: list[str]) -> None:
     Raise UsageError if a resumed run has another state. An error of a command that is run ends this one, too."""
     launcher, script, argv = split_command(argv)
     argv = parsing.with_default_config(argv)
-    cfg, options = parsing.parse(argv, OPTIONS)
-    if not parsing.gives_folder(argv):
-        cfg = choose_folder(cfg, options)
+    cfg, _ = parsing.parse(argv, OPTIONS)
     folder = Path(cfg.output_dir) / ".smoke"
     first, resumed = folder / "first", folder / "resumed"
     flags = [*argv, *flags_of_test(cfg)]

@@ -23,9 +23,10 @@ from src.runtime.exit_codes import is_out_of_memory, run_main
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training.evaluation import evaluate
-from src.training.model_with_loss import ModelWithLoss, choose_kernels
+from src.training.model_with_loss import ModelWithLoss
 from src.training.schedules import total_steps
 from src.training.task_checks import check_collate, check_loss, place
+from src.training.training_model import choose_kernels
 
 STEPS = 3  # of each run of smoke.py; the second one resumes at the step before the last
 ROWS = 4  # of each split, for `collate` and `loss`
