@@ -45,7 +45,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke preview find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
+.PHONY: help setup data smoke preview find-lr find-batch-size train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -83,6 +83,10 @@ preview: .venv/done ## show the first rows of CONFIG, the tokens that are traine
 find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.json' writes the curve
 	@$(call need,addons/tools/find_lr.py)
 	$(LAUNCH) --module addons.tools.find_lr --config '$(CONFIG)' $(ARGS)
+
+find-batch-size: .venv/done ## print the largest per_device_batch_size of CONFIG that fits in memory (needs a GPU)
+	@$(call need,addons/tools/find_batch_size.py)
+	$(LAUNCH) --module addons.tools.find_batch_size --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
 	$(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)

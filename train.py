@@ -9,7 +9,6 @@ if __name__ == "__main__":
     src.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
 
 # isort: split
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import evaluation, memory, optimizers, schedules, training_model
+from src.training import evaluation, optimizers, schedules, training_model
 from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
@@ -36,6 +35,7 @@ def main(argv: list[str]) -> None:
     cfg, task_options = parsing.parse(argv, OPTIONS)
     if not parsing.gives_folder(argv):
         cfg = run_identity.choose_folder(cfg, task_options, schedules.has_same_rates)  # new for another configuration
+    cfg = run_identity.replace_auto(cfg)  # in run files that once chose the micro-batch by the memory
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)
@@ -60,8 +60,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     model = training_model.build_model(cfg, backend, task, train_set, start.weights, techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
     module, optimizer = backend.prepare(model, optimizer)  # accelerator.prepare: call `module`, save `model`
-    size = start.batch_size or memory.choose_batch_size(backend, cfg, module, task, train_set)
-    cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
     run = Run(cfg, backend, task, datasets, model, module, optimizer, num_steps)
     parts = {"optimizer": optimizer} | techniques.begin(run)  # what checkpoints hold beside the model
     state = run.state = start.load(run, parts)  # step, updates, best metric, ...

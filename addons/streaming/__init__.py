@@ -43,8 +43,6 @@ class Streaming(AddOn):
             return
         if not cfg.max_steps:
             yield "streaming is true: a stream has no length, so give --max_steps"
-        if cfg.per_device_batch_size == "auto":
-            yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
         if cfg.mixture:
             yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
 

@@ -31,7 +31,7 @@ from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
-from src.training import memory, optimizers, schedules
+from src.training import optimizers, schedules
 from src.training.meter import StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Run
@@ -113,8 +113,6 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, bac
     optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
     module, optimizer = backend.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    size = memory.choose_batch_size(backend, cfg, module, task, train_set)
-    cfg = replace(cfg, per_device_batch_size=size)
     run = Run(cfg, backend, task, {"train": train_set}, model, module, optimizer, num_steps)
     state = run.state
     techniques.begin(run)

@@ -32,7 +32,6 @@ class Start:
     checkpoint: Path | None
     notes: list[str]  # messages for the user about the choice
     weights: Path | None  # the folder of the weights to begin with
-    batch_size: int | None  # per_device_batch_size of the checkpoint, if it is `auto` in the run file
     run_id: str  # of the run that the checkpoint belongs to, or a new one
     is_same_run: bool  # False: a new run, perhaps from the checkpoint of another run
     identity: dict[str, Any]  # of data and model
@@ -62,11 +61,10 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current, has_same_rates)
         if checkpoint is None:
-            return Start(None, notes, init_weights(cfg, task), None, uuid.uuid4().hex, False, current)
+            return Start(None, notes, init_weights(cfg, task), uuid.uuid4().hex, False, current)
         state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
-        size = state["config"]["per_device_batch_size"] if cfg.per_device_batch_size == "auto" else None
         run_id = state["run_id"] if is_same_run else uuid.uuid4().hex
-        return Start(checkpoint, notes, checkpoint, size, run_id, is_same_run, current)
+        return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
 
     return run_on_main(accelerator, choose)
 

@@ -89,6 +89,18 @@ def choose_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> Ru
     return cfg
 
 
+def replace_auto(cfg: RunConfig) -> RunConfig:
+    """Return `cfg` with the per_device_batch_size of its newest checkpoint in place of `auto`.
+
+    Without a checkpoint it stays `auto`, which src/config/validation.py refuses."""
+    if cfg.per_device_batch_size != "auto":
+        return cfg
+    asked = cfg.output_dir if cfg.resume == "auto" else cfg.resume
+    states = [jsonl.read_json(folder / "state.json") for folder in (Path(asked), *list_checkpoints(asked))]
+    sizes = [state["config"]["per_device_batch_size"] for state in states if "config" in state]
+    return dataclasses.replace(cfg, per_device_batch_size=sizes[-1]) if sizes else cfg
+
+
 def _changes(
     state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
 ) -> tuple[dict[str, str], dict[str, str]]:
@@ -106,7 +118,7 @@ def _changes(
         may_change |= LENGTH
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     refused = {name: text for name, text in diff.items() if name not in may_change}
-    return refused, {name: text for name, text in diff.items() if name not in refused and now.get(name) != "auto"}
+    return refused, {name: text for name, text in diff.items() if name not in refused}
 
 
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:

@@ -24,13 +24,14 @@ from pydantic import (
     WithJsonSchema,
     with_config,
 )
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from src.config.errors import did_you_mean, one_line
 from src.config.paths import Loader, check_length, expand
 
 AS_GIVEN = "as given"
-Auto = Literal["auto"]
+Auto = Literal["auto"]  # of old run files: read, but not offered by the JSON schema
 NUMBERS = (int, float, bool, NoneType)  # the types of values that a checkpoint may choose
 
 
@@ -160,6 +161,8 @@ def _with_rules(type_: Any, rules: Option) -> Any:
         return Annotated[list[_with_rules(get_args(type_)[0], rules)], BeforeValidator(as_list)]  # pyrefly: ignore
     if get_origin(type_) in (Union, UnionType):
         return reduce(operator.or_, [_with_rules(part, rules) for part in get_args(type_)])
+    if type_ == Auto:
+        return SkipJsonSchema[Auto]
     if rules.choices:
         return Annotated[Literal[rules.choices], BeforeValidator(_text)]  # pyrefly: ignore
     if type_ is str:  # constraints stand before readers, so that the JSON schema shows them

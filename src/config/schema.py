@@ -122,8 +122,8 @@ class RunConfig:
         min=1,
     )
     per_device_batch_size: int | Auto = changeable(
-        "examples per forward pass, or auto (as many as fit in memory); sets gradient accumulation; "
-        "changes dropout masks",
+        "examples per forward pass (make find-batch-size prints what fits); sets gradient accumulation; changes "
+        "dropout masks",
         8,
         min=1,
     )

@@ -110,7 +110,12 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
     if not cfg.dataset_name and not cfg.train_file and not cfg.mixture:
         yield f"no data: give --train_file or --dataset_name {TRY}"
     size = cfg.per_device_batch_size
-    if size != "auto" and size > cfg.global_batch_size:
+    if size == "auto":
+        yield (
+            "per_device_batch_size is auto, but the run has no checkpoint with a number: give one; make find-batch-size "
+            "CONFIG=… prints the largest that fits"
+        )
+    elif size > cfg.global_batch_size:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
     if (steps := cfg.profile_steps) and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"

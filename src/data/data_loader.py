@@ -49,7 +49,7 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
     config = PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
-        micro_batch=int(cfg.per_device_batch_size),  # `auto` is resolved by now
+        micro_batch=int(cfg.per_device_batch_size),  # `auto` was replaced or refused
         seed=cfg.seed,
         lengths=train_set.lengths,
         max_tokens=cfg.per_device_batch_tokens,

@@ -34,11 +34,6 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
                 f"{name} is {str(value).lower()}, which {backend.name} does not support: remove it, or use DDP or FSDP2 "
                 "(accelerate_configs/ddp.yaml, fsdp2.yaml)"
             )
-    if cfg.per_device_batch_size == "auto" and backend.is_sharded:
-        raise UsageError(
-            f"per_device_batch_size is auto, but under {backend.name} each pass is a collective, in which all ranks would "
-            "wait for one that has run out of memory: give a number"
-        )
 
 
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

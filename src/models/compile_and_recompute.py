@@ -35,9 +35,9 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: boo
 def shapes_repeat(cfg: RunConfig) -> bool:
     """Return whether only the end of an epoch changes the number of rows or the width of micro-batches.
 
-    False for `auto`, a budget of tokens and warmups of sizes: torch stops compiling after eight shapes."""
+    False for a budget of tokens and warmups of sizes: torch stops compiling after eight shapes."""
     grows = any(overrides(each, AddOn.change_rows, AddOn.step_sizes) for each in used_addons(cfg))
-    return cfg.per_device_batch_size != "auto" and not cfg.per_device_batch_tokens and not grows
+    return not cfg.per_device_batch_tokens and not grows
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -72,7 +72,7 @@ def arithmetic(cfg: RunConfig, ranks: int) -> str:
     batch, on_ranks = cfg.global_batch_size, f"{ranks} rank{'s' * (ranks > 1)}"
     if cfg.per_device_batch_tokens:
         return f"{batch} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens on {on_ranks}"
-    size = int(cfg.per_device_batch_size)  # `auto` is resolved by now
+    size = int(cfg.per_device_batch_size)  # `auto` was replaced or refused
     count = -(-batch // size)
     up_to = "up to " if count % ranks or batch % size else ""
     accumulated = f"{up_to}{-(-count // ranks)} accumulated"

@@ -1,10 +1,8 @@
-"""Memory of a device: an estimate for the plan, and `per_device_batch_size: auto`, the largest micro-batch that fits.
+"""Memory of a device, as the plan estimates it: weights, gradients and optimizer moments, without activations.
 
-The estimate is arithmetic of weights, gradients and optimizer moments, without activations; docs/scaling.md explains it.
-Tests: tests/models/test_memory_estimate.py and tests/training/test_auto_batch_size.py.
+docs/scaling.md explains the arithmetic. Tests: tests/models/test_memory_estimate.py.
 """
 
-import gc
 import os
 from collections.abc import Callable
 
@@ -12,13 +10,7 @@ import torch
 
 from src.config.addons import load_addon
 from src.config.schema import RunConfig
-from src.data.prepared_split import Split
-from src.distributed.backends import Backend
 from src.distributed.init_accelerator import sharding_of_launch
-from src.runtime import exit_codes
-from src.tasks import Task
-
-# ---- the estimate ----------------------------------------------------------------------------------------------------
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -73,51 +65,3 @@ def backend_of_launch() -> tuple[str, int, bool]:
 
 def _env(name: str, default: str = "") -> str:
     return os.environ.get(name, default).lower()
-
-
-# ---- the largest micro-batch -----------------------------------------------------------------------------------------
-
-LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
-
-
-def choose_batch_size(backend: Backend, cfg: RunConfig, module: torch.nn.Module, task: Task, train_set: Split) -> int:
-    """Return per_device_batch_size. For `auto`, return the largest power of two for which a forward and backward pass
-    over the longest rows fits on every rank, up to its share of the global batch; backend_checks.py refuses shards."""
-    if cfg.per_device_batch_size != "auto":
-        return cfg.per_device_batch_size
-    size = 1 << (max(1, cfg.global_batch_size // backend.accelerator.num_processes).bit_length() - 1)
-    if backend.accelerator.device.type == "cpu":
-        return min(size, LARGEST_ON_CPU)
-    return largest_that_fits(backend, module, task, train_set, size)
-
-
-def largest_that_fits(backend: Backend, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> int:
-    """Return the first of `size`, `size` / 2, … rows with a pass that fits on every rank; a collective."""
-    with backend.buffers.unchanged():
-        while size > 1 and backend.hosts.sum([lacks_memory(backend, module, task, train_set, size)])[0]:
-            size //= 2
-    return size
-
-
-def lacks_memory(backend: Backend, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> bool:
-    """Return whether a pass over `size` rows does not fit in memory beside the optimizer's moments."""
-    # Without DDP: a rank could wait for an all-reduce that another rank, out of memory, never reaches.
-    device, module, moments = backend.accelerator.device, backend.accelerator.unwrap_model(module), []
-    try:
-        rows = train_set.rows(train_set.longest(size))
-        moments = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
-        inputs = {name: value.to(device) for name, value in task.collate(rows, training=True).inputs.items()}
-        inputs.pop("target_positions", None)  # as if every token had a target: other rows of this length may
-        out = module(inputs)
-        torch.stack([value.float().sum() for value in out.values() if value.requires_grad]).sum().backward()
-        return False
-    except RuntimeError as error:
-        if not exit_codes.is_out_of_memory(error):
-            raise
-        return True
-    finally:
-        moments.clear()
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -216,3 +216,30 @@ def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):
         for precision in ("no", "bf16"):
             locate_weights.warn_of_precision(cfg, precision)
             assert ("evaluated with" in capsys.readouterr().err) == (precision == "bf16")
+
+
+# ---- run files with `per_device_batch_size: auto` ----------------------------------------------------------------------
+
+
+def test_auto_resumes_with_the_number_of_the_checkpoint(tiny, straight, interrupted):
+    """The run resumes bitwise, with the micro-batch that it began with: 4 rows."""
+    folder = interrupted()
+    run = kit.run_training(1, folder, *recipe.flags(tiny, per_device_batch_size="auto"))
+    assert yaml.safe_load((folder / "config.yaml").read_text())["per_device_batch_size"] == 4
+    assert recipe.same_run(run, straight[1])
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_auto_without_a_checkpoint_names_the_tool(tiny, interrupted, tmp_path, resume):
+    """A run, too, that starts over beside checkpoints."""
+    folder = interrupted().parent if resume == "never" else tmp_path / "new"
+    codes, texts = recipe.command(recipe.flags(tiny, per_device_batch_size="auto", resume=resume), folder)
+    assert codes == [2]
+    assert "per_device_batch_size is auto" in texts[0]
+    assert "make find-batch-size" in texts[0]
+
+
+def test_auto_takes_the_number_of_the_checkpoint_of_resume(tiny, straight, tmp_path):
+    for asked in (straight[1].folder, at_step(straight[1], 8)):
+        cfg = RunConfig(per_device_batch_size="auto", resume=str(asked), output_dir=str(tmp_path / "new"))
+        assert run_identity.replace_auto(cfg).per_device_batch_size == 4

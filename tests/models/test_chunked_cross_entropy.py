@@ -233,7 +233,7 @@ def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp
 
 
 def test_a_first_call_that_lacks_memory_is_made_again():
-    """per_device_batch_size auto goes on with fewer rows, which must not decide what is compiled."""
+    """make find-batch-size goes on with fewer rows, which must not decide what is compiled."""
     compiled, rows = CompiledOnAccelerators(chunked_cross_entropy._sums_of_rows.function, uncompiled_devices=()), []
 
     def lacks_memory_once(hidden, *others):

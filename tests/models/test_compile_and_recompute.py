@@ -85,13 +85,12 @@ def test_shapes_that_repeat_are_compiled_once_each(files, tmp_path, kind):
 LENGTHS = {"sequence_length_warmup_steps": 9, "sequence_length_warmup_start": 2, "max_length": 20}
 BATCHES = {"batch_size_warmup_steps": 10, "batch_size_warmup_start": 1, "per_device_batch_size": 16}
 BUDGET = {"packing": True, "per_device_batch_tokens": 30, "per_device_batch_size": None, "max_length": 12}
-AUTO = {"packing": True, "per_device_batch_size": "auto", "max_length": 12}
 
 
-@pytest.mark.parametrize("fields", [LENGTHS, BATCHES, BUDGET, AUTO])
+@pytest.mark.parametrize("fields", [LENGTHS, BATCHES, BUDGET])
 def test_many_sizes_of_rows_of_one_width_are_compiled_once(files, tmp_path, fields):
     """Compiled one by one, torch would stop before it meets the shapes of all steps after a warmup. And packed rows are
-    not padded beyond a budget of tokens, nor before their number in a micro-batch is known."""
+    not padded beyond a budget of tokens."""
     if "packing" not in fields:
         kit.need_addon("data/size_warmups")
     length = 7 if "packing" in fields else 20  # one document in a packed row

@@ -210,7 +210,6 @@ def test_mutant_without_stream_position(data, tmp_path, monkeypatch):
     "fields, field",
     [
         ({"max_steps": None}, "max_steps"),
-        ({"per_device_batch_size": "auto"}, "per_device_batch_size is auto"),
         ({"stream_lanes": 9}, "stream_lanes is 9"),
         ({"stream_lanes": 2}, r"stream_lanes is 2, but there are 1 shards \(files\): give at most 1"),
     ],

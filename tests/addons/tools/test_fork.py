@@ -48,7 +48,8 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
 
 # ---- pages -------------------------------------------------------------------------------------------------------------
 
-TOOLS = {"preview", "find-lr", "report", "ledger", "storm", "same", "fork"}  # targets of make that need a tool
+# Targets of make that need a tool.
+TOOLS = {"preview", "find-lr", "find-batch-size", "report", "ledger", "storm", "same", "fork"}
 
 
 def named_but_missing(folder, readme: str, agents: str) -> set[str]:

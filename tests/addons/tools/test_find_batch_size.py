@@ -1,14 +1,13 @@
-"""`per_device_batch_size: auto`: one rank runs out of memory, and all use the size that fits it."""
+"""`make find-batch-size`: one rank runs out of memory, and all use the size that fits it."""
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
+from addons.tools import find_batch_size
 from src.config.schema import RunConfig
 from src.distributed.backends import make_backend
 from src.tasks import causal_lm
-from src.training import memory
 from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
 
@@ -39,7 +38,7 @@ def _search(files, limits: list[int]):
 
     model_with_loss.forward = bounded
     module, _ = backend.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), 0.1))
-    size = memory.largest_that_fits(backend, module, task, splits["train"], 16)
+    size = find_batch_size.largest_that_fits(backend, module, task, splits["train"], 16)
     return size, tried, all(p.grad is None for p in module.parameters())
 
 
@@ -55,11 +54,38 @@ def test_other_errors_of_a_forward_pass_are_raised(files, tmp_path):
         kit.spawn(1, _search, files, [0], out=tmp_path)
 
 
-def test_auto_is_kept_on_resume(files, tmp_path):
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_steps": 4}
-    flags = kit.flags(**fields, per_device_batch_size="auto")
-    run = kit.run_training(1, tmp_path / "auto", *flags)
-    chosen = yaml.safe_load((run.folder / "config.yaml").read_text())["per_device_batch_size"]
-    assert chosen == memory.LARGEST_ON_CPU
-    kit.run_training(2, run.folder, *flags)
-    assert "nothing is left to train" in (tmp_path / "auto.out" / "rank0.txt").read_text()
+@pytest.mark.parametrize("share, first", [(1, 1), (2, 2), (3, 2), (31, 16), (32, 32)])
+def test_first_size_is_a_power_of_two(share, first):
+    assert find_batch_size.largest_power_of_two(share) == first
+
+
+def test_cpu_gets_one_sentence_and_no_number(files, tmp_path):
+    """Also with `auto` in the run file, which other commands refuse."""
+    fields = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "per_device_batch_size": "auto",
+    }
+    codes, texts = kit.run_command("addons/tools/find_batch_size.py", *kit.flags(**fields), folder=tmp_path / "here")
+    assert codes == [2]
+    assert "on a CPU is killed" in texts[0]
+    assert "per_device_batch_size: " not in texts[0]
+
+
+def _prints(argv: list[str], limit: int) -> None:
+    """Run the command as on a device where `limit` rows fit."""
+    find_batch_size.check_searchable = lambda *ignored: None
+    find_batch_size.lacks_memory = lambda backend, module, task, train_set, size: size > limit
+    find_batch_size.main([str(word) for word in argv])
+
+
+@pytest.mark.parametrize("world, limit, size", [(1, 9, 8), (2, 100, 16)])
+def test_command_prints_the_line_of_the_run_file(files, tmp_path, world, limit, size):
+    """At most a process's share of the global batch: 32 rows on one process, 16 on each of two."""
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl"}
+    argv = kit.flags(**fields, global_batch_size=32, output_dir=tmp_path / "run")
+    kit.spawn(world, _prints, argv, limit, out=tmp_path / "out")
+    texts = [(tmp_path / "out" / f"rank{rank}.txt").read_text() for rank in range(world)]
+    assert f"\nper_device_batch_size: {size}\n" in texts[0]
+    assert "".join(texts).count("per_device_batch_size: ") == 1
+    assert not (tmp_path / "run").exists()
