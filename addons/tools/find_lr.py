@@ -1,16 +1,20 @@
+# Needs addons/schedules/range_test.py.
 """Suggest a learning rate for a run file: make find-lr CONFIG=configs/stdlib_lm.yaml
 
-A range test (Smith 2017, fastai's lr_find): the run's first steps with a growing learning rate. It writes nothing but
---curve FILE. Tests: tests/addons/tools/test_find_lr.py.
+A range test (Smith 2017, fastai's lr_find): train.py trains the first steps of the run with the schedule range_test, and
+the losses in its metrics.jsonl tell the rate. Only --curve FILE is kept. Tests: tests/addons/tools/test_find_lr.py.
 """
 
 import argparse
 import json
 import math
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
 import src
 
@@ -18,25 +22,17 @@ if __name__ == "__main__":
     src.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
 
 # isort: split
-from src.checkpointing.locate_weights import init_weights
+import train
+from src.checkpointing.checkpointer import Checkpointer
 from src.config import parsing, validation
-from src.config.errors import UsageError
+from src.config.errors import Failure, Stopped, UsageError
 from src.config.fields import AS_GIVEN, declared_options, option, read_words
-from src.data import data_loader, dataset
-from src.distributed import backends
+from src.data import dataset
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.reporting.environment import topology
-from src.runtime import console
 from src.runtime.exit_codes import run_main
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
-from src.tasks import OPTIONS, Task, make_task
-from src.training import optimizers, schedules
-from src.training.meter import StepTotals
-from src.training.techniques import make_techniques
-from src.training.train_state import Run
-from src.training.training_model import build_model
-from train import compute_gradient, optimizer_step
+from src.tasks import OPTIONS, make_task
 
 DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest
 
@@ -46,13 +42,21 @@ class RangeTest:
     """The flags beside those of train.py."""
 
     start_lr: float = option("learning rate of the first update", 1e-7, above=0)
-    end_lr: float = option("learning rate of the last update, unless the loss diverges before", 10.0, above=0)
+    end_lr: float = option("learning rate towards which the updates rise", 10.0, above=0)
     updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
     curve: str | None = option("write the numbers of the curve to this JSON file", is_path=AS_GIVEN)
 
-    def rate(self, update: int) -> float:
-        """Return the learning rate of an update, counted from 0."""
-        return self.start_lr * (self.end_lr / self.start_lr) ** (update / (self.updates - 1))
+    def fields(self, folder: str) -> dict:
+        """Return the fields of the run that differ from the run file."""
+        schedule = {
+            "lr_scheduler_type": "range_test",
+            "lr_scheduler_kwargs": {"min_lr_rate": self.start_lr / self.end_lr},
+        }
+        off = dict.fromkeys(("eval_steps", "metric_for_best_model", "greater_is_better", "early_stopping_patience"))
+        off |= {"warmup_steps": 0.0, "warmup_start_lr": 0.0, "report_to": [], "profile_steps": []}
+        off |= {"max_skipped_steps": self.updates + 1}  # skipped updates are not an error here
+        run = {"output_dir": folder, "resume": "never", "logging_steps": 1, "max_steps": self.updates}
+        return run | schedule | off | {"learning_rate": self.end_lr}
 
 
 @dataclass
@@ -66,19 +70,57 @@ class Result:
     reason: str
 
 
+class Ended(Exception):
+    """Ends the test on all ranks between two steps, with the loss diverged or after the last one."""
+
+
+class NoCheckpoints(Checkpointer):
+    """Neither checkpoints nor final/; the run ends where its loss diverges."""
+
+    def failed(self) -> float:
+        """Return 1 on the main process if the loss has diverged, else 0; each step's all-reduce sums this."""
+        return float(self.is_main and diverged_at(read(self.folder)[1]) is not None)
+
+    def after_step(self) -> None:
+        """Reserve no memory for saves."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+    def stop(self, error: UsageError | Failure | None = None) -> NoReturn:
+        """Raise `error`, else Stopped after a signal on any rank, else Ended."""
+        reasons = self.hosts.union({self.signals.reason} if self.signals.reason else set())
+        stopped = Stopped(f"Stopped by {' and '.join(reasons)}: the range test has no result.")
+        raise error or (stopped if reasons else Ended())
+
+    def write_final(self) -> NoReturn:
+        """Raise Ended: a summary would name a model."""
+        raise Ended
+
+
 def main(argv: list[str]) -> None:
     test, argv = own_flags(parsing.with_default_config(argv))
     cfg, task_options = parsing.parse(argv, OPTIONS)
-    validation.check(cfg, task_options)
     if cfg.dry_run:
         raise UsageError("dry_run: find_lr.py has no dry_run: give --dry_run to train.py")
+    given, folder = cfg.learning_rate, Path(f"{cfg.output_dir}_find_lr")
+    cfg = replace(cfg, **test.fields(str(folder)))
+    validation.check(cfg, task_options)
     check_environment()
-    cfg = replace(cfg, report_to=[])  # no tracker
     task = make_task(cfg, task_options)
-    datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))
+    datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))  # nothing to evaluate
     accelerator = init_accelerator(cfg)
-    find(test, cfg, task, datasets, accelerator)
-    shutdown(accelerator)  # now nothing may refer to the model
+    is_main = accelerator.is_main_process
+    train.checkpointer.Checkpointer = NoCheckpoints
+    try:
+        with suppress(Ended):
+            train.train(cfg, task, datasets, accelerator)
+        shutdown(accelerator)  # now nothing may refer to the model
+        if is_main:
+            report(test, result(test, *read(folder)), given)
+    finally:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
@@ -97,57 +139,17 @@ def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
     return test, rest
 
 
-def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
-    """Run the test on all ranks, and print its result on one."""
-    dataset.check_same_data(datasets)
-    backend = backends.make_backend(accelerator, cfg)
-    outcome = run_test(test, cfg, task, datasets["train"], backend)
-    if accelerator.is_main_process:
-        report(test, cfg, backend, outcome)
+def read(folder: Path) -> tuple[list[float], list[float]]:
+    """Return (learning rates, losses) of the updates in metrics.jsonl; NaN for a loss that is not finite."""
+    lines = [line for line in jsonl.read_lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+    lines = [line for line in lines if line["weight"]]  # 0: no target in the global batch, so no update
+    losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
+    return [line["learning_rate"] for line in lines], losses
 
 
-def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, backend: backends.Backend) -> Result:
-    """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
-    techniques = make_techniques(cfg)
-    model = build_model(cfg, backend, task, train_set, init_weights(cfg, task), techniques.change_model)
-    optimizer = optimizers.make_optimizer(cfg, model, backend.can_fuse_optimizer)
-    module, optimizer = backend.prepare(model, optimizer)
-    num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    run = Run(cfg, backend, task, {"train": train_set}, model, module, optimizer, num_steps)
-    state = run.state
-    techniques.begin(run)
-    gradient = techniques.wrap_gradient(backend.wrap_gradient(task.wrap_gradient(compute_gradient)))
-    batches = data_loader.train_batches(cfg, backend, task, train_set, state, test.updates)
-    progress = console.Progress("range test", test.updates, "updates", backend.accelerator.is_main_process)
-    rates, losses = [], []
-    module.train()
-    while state.step < test.updates and not (losses and has_diverged(losses)):
-        batch, _ = next(batches)
-        totals = StepTotals.sum_over_ranks(backend, batch, {})
-        rate = test.rate(state.step)
-        state.step += 1
-        progress.update()
-        if not totals.weight:
-            continue
-        batch = backend.pad_with_dummy_batches(batch, totals.forwards)
-        step_losses = gradient(backend, module, batch, totals)
-        state.finish_update(test.updates + 1)  # skipped updates are not an error here
-        state.learning_rate = rate
-        techniques.change_gradient()
-        norm, skipped = optimizer_step(backend, module, optimizer, rate, cfg.max_grad_norm)
-        state.add_update(norm, skipped, batch, step_losses)
-        techniques.after_update(skipped)
-        # This waits for the device in every step: ranks must stop together, and before the weights are far off.
-        losses.append(backend.hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
-        rates.append(rate)
-    if not losses:
-        raise UsageError(f"no target in the first {test.updates} global batches of the training data")
-    return result(test, rates, losses)
-
-
-def report(test: RangeTest, cfg: parsing.RunConfig, backend: backends.Backend, outcome: Result) -> None:
+def report(test: RangeTest, outcome: Result, given: float) -> None:
     """Print the curve and the suggestion; with --curve FILE, draw it and write its numbers."""
-    print(console.table(topology(backend, cfg)) + "\n\n  learning rate   smoothed loss")
+    print("\n  learning rate   smoothed loss")
     low, high = min(outcome.smooth), max(outcome.smooth[0], min(outcome.smooth))
     for i in range(0, len(outcome.smooth), max(1, len(outcome.smooth) // 20)):
         share = (outcome.smooth[i] - low) / (high - low) if high > low else 0.0
@@ -156,7 +158,7 @@ def report(test: RangeTest, cfg: parsing.RunConfig, backend: backends.Backend, o
         print(f"\nno suggestion: {outcome.reason}")
     else:
         print(f"\nsuggestion: --learning_rate {outcome.suggestion:g} ({outcome.reason})")
-    print(f"The run file has learning_rate {cfg.learning_rate:g}. Nothing was saved.")
+    print(f"The run file has learning_rate {given:g}. Nothing was saved.")
     if test.curve:
         numbers = {"suggestion": outcome.suggestion, "reason": outcome.reason, "learning_rate": outcome.rates}
         numbers |= {"loss": outcome.losses, "smoothed_loss": outcome.smooth}
@@ -174,17 +176,27 @@ def smoothed(losses: list[float], width: int) -> list[float]:
     return [median(losses[max(0, i - width) : i + width + 1]) for i in range(len(losses))]
 
 
-def has_diverged(losses: list[float]) -> bool:
-    """Return whether the last loss is not finite, or the last three are far above the lowest of the test."""
-    if not math.isfinite(losses[-1]):
-        return True
-    recent = smoothed(losses, 1)
-    lowest = min(recent)
-    return median(losses[-3:]) > lowest + DIVERGED * max(abs(lowest), recent[0] - lowest)
+def diverged_at(losses: list[float]) -> int | None:
+    """Return the index of the first loss that is not finite, or ends three that are far above the lowest of the test."""
+    first = median(losses[:2]) if losses else 0.0
+    lowest = first
+    for i, loss in enumerate(losses):
+        recent = median(losses[max(0, i - 2) : i + 1])
+        if not math.isfinite(loss) or recent > lowest + DIVERGED * max(abs(lowest), first - lowest):
+            return i
+        lowest = min(lowest, recent)
+    return None
 
 
 def result(test: RangeTest, rates: list[float], losses: list[float]) -> Result:
-    """Return what these losses suggest: a tenth of the rate with the lowest smoothed loss, if the loss has fallen."""
+    """Return what these losses suggest: a tenth of the rate with the lowest smoothed loss, if the loss has fallen.
+
+    Losses after a divergence do not count."""
+    if not losses:
+        raise UsageError(f"no target in the first {test.updates} global batches of the training data")
+    stop = diverged_at(losses)
+    if stop is not None:
+        rates, losses = rates[: stop + 1], losses[: stop + 1]
     finite = [loss for loss in losses if math.isfinite(loss)]
     width = max(1, test.updates // 30)
     smooth = smoothed(finite, width) or [math.nan]
@@ -193,7 +205,7 @@ def result(test: RangeTest, rates: list[float], losses: list[float]) -> Result:
     # exceeds 7 times that of its median in 1 to 2 % of tests.
     noise = median([abs(b - a) for a, b in pairwise(finite)] or [0.0])
     fall = smooth[0] - smooth[low]
-    stopped = has_diverged(losses)
+    stopped = stop is not None
     end = f"it diverged at {rates[-1]:.1e}" if stopped else f"it did not diverge up to {rates[-1]:.1e}"
     if not fall > 7 * noise / math.sqrt(2 * width + 1):
         text = f"the loss never fell by more than the noise between batches ({smooth[0]:.4g} at the start, "

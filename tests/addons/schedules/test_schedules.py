@@ -2,12 +2,14 @@
 
 import math
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 
 from src.config import addons, schema
 from src.config.addons import addon_names
+from src.config.errors import UsageError
 from tests.training.test_schedules import rates
 
 
@@ -26,6 +28,15 @@ def test_restarts_return_to_the_peak_and_keep_the_minimum():
     assert found[:5] == pytest.approx([0, 0.5, 1.0, 1.5, 2.0])
     assert [found[4], found[14], found[24]] == [2.0] * 3
     assert min(found[4:]) == pytest.approx(2 * half_cosine(1, 0.25, 0.9))
+
+
+def test_range_test_grows_by_the_same_factor():
+    found = rates("range_test", total=100, warmup=0, min_lr_rate=1e-4)
+    assert found[0] == pytest.approx(2e-4)
+    assert found[50] == pytest.approx(2e-2)
+    assert [after / before for before, after in pairwise(found[:100])] == pytest.approx([10**0.04] * 99)
+    with pytest.raises(UsageError, match="min_lr_rate is 0"):
+        rates("range_test", total=100, warmup=0, min_lr_rate=0.0)
 
 
 def test_a_schedule_of_your_own_is_one_file(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from pathlib import Path
 
 import matplotlib.figure  # noqa: F401 (before ranks are forked: it takes a second)
 import numpy as np
@@ -10,11 +11,20 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 import train
+from addons.schedules.range_test import factor
 from addons.tools import find_lr
 from addons.tools.find_lr import RangeTest, Result, result
 from tests.helpers import kit, technique_runs
 
 # ---- what losses suggest -----------------------------------------------------------------------------------------------
+
+
+def rate(test: RangeTest, update: int) -> float:
+    """Return the rate of an update as the schedule of the run gives it."""
+    return test.end_lr * factor(update / test.updates, test.start_lr / test.end_lr)
+
+
+UPDATES = 190  # none of the rates is 1 / curvature, which would solve the problem in one update
 
 
 def descend(test: RangeTest, curvatures=(1.0, 10.0), noise: float = 0.0) -> Result:
@@ -23,7 +33,7 @@ def descend(test: RangeTest, curvatures=(1.0, 10.0), noise: float = 0.0) -> Resu
     rates, losses = [], []
     for update in range(test.updates):
         losses.append(float((h * w * w).sum() / 2) + noise * generator.standard_normal())
-        rates.append(test.rate(update))
+        rates.append(rate(test, update))
         w = w - rates[-1] * h * w
         if losses[-1] > 1e3:
             break
@@ -33,7 +43,7 @@ def descend(test: RangeTest, curvatures=(1.0, 10.0), noise: float = 0.0) -> Resu
 @pytest.mark.parametrize("largest", [0.1, 1.0, 100.0])
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_suggestion_is_below_the_divergence_of_a_quadratic(largest, noise):
-    found = descend(RangeTest(updates=200), (largest / 10, largest), noise * largest)
+    found = descend(RangeTest(updates=UPDATES), (largest / 10, largest), noise * largest)
     assert found.suggestion is not None
     assert 0.01 * 2 / largest < found.suggestion < 2 / largest
 
@@ -41,7 +51,7 @@ def test_suggestion_is_below_the_divergence_of_a_quadratic(largest, noise):
 def test_mutant_rate_of_the_lowest_loss_diverges():
     """Gradient descent with the suggestion converges; ten times as much, where the loss of the test was lowest, does not."""
     for largest in (1.0, 10.0, 100.0):
-        suggestion = descend(RangeTest(updates=200), (largest / 10, largest)).suggestion or math.nan
+        suggestion = descend(RangeTest(updates=UPDATES), (largest / 10, largest)).suggestion or math.nan
         assert abs(1 - suggestion * largest) < 1
         assert abs(1 - 10 * suggestion * largest) > 1
 
@@ -61,7 +71,7 @@ def losses_of(kind: str, count: int = 100) -> list[float]:
 @pytest.mark.parametrize("kind", ["noise", "diverges at once", "not finite", "diverges without a fall", "rises"])
 def test_no_suggestion_if_the_loss_never_fell(kind):
     test, losses = RangeTest(), losses_of(kind)
-    found = result(test, [test.rate(i) for i in range(len(losses))], losses)
+    found = result(test, [rate(test, i) for i in range(len(losses))], losses)
     assert found.suggestion is None, found.reason
     assert "never fell" in found.reason
     assert ("it diverged" in found.reason) == (kind not in ("noise", "rises"))
@@ -77,6 +87,11 @@ def fields(tmp_path) -> dict:
     return fields | own | {"techniques": json.dumps({"clip_by_value": {"limit": 0.01}})}
 
 
+def tmp_of(fields: dict) -> Path:
+    """Return the folder where the run folder would be."""
+    return Path(fields["output_dir"]).parent
+
+
 def find(folder, fields: dict, world: int = 1, env=None) -> dict:
     """Return the numbers of the curve."""
     curve = folder / "curve.json"
@@ -85,6 +100,8 @@ def find(folder, fields: dict, world: int = 1, env=None) -> dict:
         "addons/tools/find_lr.py", *kit.flags(**fields, curve=curve), folder=folder / "here", world=world, env=env
     )
     assert codes == [0] * world, texts
+    assert not list(folder.rglob("*.safetensors"))
+    assert sorted(path.name for path in tmp_of(fields).iterdir() if "find_lr" in path.name) == []
     numbers = json.loads(curve.read_text())
     assert f"suggestion: --learning_rate {numbers['suggestion']:g} (a tenth of" in texts[0]
     assert numbers["reason"] in texts[0]
@@ -110,6 +127,26 @@ def test_same_suggestion_of_shards_and_first_losses_of_the_run(tmp_path, fields)
     del fields["updates"], fields["start_lr"], fields["end_lr"], fields["output_dir"]
     run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields | {"learning_rate": 1e-9, "max_steps": 3}))
     assert np.allclose(run.losses(), one["loss"][:3], rtol=1e-5)
+
+
+def test_test_ends_where_the_loss_diverges_and_saves_nothing(tmp_path, fields):
+    """The rates of the last updates would be far too high."""
+    fields |= {"updates": 40, "end_lr": 1e6, "techniques": "none"}
+    curve = find(tmp_path / "one", fields)
+    assert len(curve["loss"]) < 40
+    assert "it diverged at" in curve["reason"]
+    assert find(tmp_path / "two", fields, 2)["learning_rate"] == curve["learning_rate"]
+
+
+def test_curve_has_the_losses_of_updates_with_a_target(tmp_path):
+    lines = [{"kind": "train", "step": 1, "loss": 2.0, "weight": 5.0, "learning_rate": 0.1}]
+    lines += [{"kind": "train", "step": 2, "loss": None, "weight": 0.0, "learning_rate": 0.1}]
+    lines += [{"kind": "train", "step": 3, "loss": None, "weight": 5.0, "learning_rate": 0.2}]
+    kit.write_jsonl(tmp_path / "metrics.jsonl", lines)
+    rates, losses = find_lr.read(tmp_path)
+    assert rates == [0.1, 0.2]
+    assert losses[0] == 2.0
+    assert math.isnan(losses[1])
 
 
 def _wrappers_at_shutdown(module, argv) -> int:
