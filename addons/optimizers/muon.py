@@ -2,7 +2,6 @@
 
 Muon orthogonalizes the momentum of a matrix (Jordan 2024, https://kellerjordan.github.io/posts/muon; torch.optim.Muon).
 Its rate is scaled to the size of AdamW's updates (Liu 2025, arXiv:2502.16982), so that one learning_rate fits both.
-The relatives of Muon in the package pytorch_optimizer (adamuon, normuon, …) get the same groups.
 Tests: tests/addons/optimizers/test_muon.py.
 """
 
@@ -16,9 +15,10 @@ from src.config.schema import RunConfig
 from src.training.optimizers import dimensions, layer_depths, named_parameters
 
 reads_adam_fields = True  # adam_beta1 and others, for the part that AdamW updates
+STATE_PER_WEIGHT = {"muon": 1}
 
 
-def hidden_matrices(model: torch.nn.Module) -> set[str]:
+def hidden_matrices(model: torch.nn.Module, optim: str) -> set[str]:
     """Return the names of the matrices in the layers of the model that are no embeddings."""
     depths, layers = layer_depths(model)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -27,9 +27,7 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
 
 
 def make(cfg: RunConfig, kind: type, groups: list[dict], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer of these groups: that of torch together with AdamW, or one of pytorch_optimizer."""
-    if kind is not torch.optim.Muon:
-        return kind(groups, **options)
+    """Return the optimizer of these groups: Muon of torch together with AdamW."""
     return MuonWithAdamW(groups, options, {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon})
 
 

@@ -8,7 +8,7 @@ from addons.techniques import Compute, Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
+from src.config.optimizer_class import arguments_of_fields, find_optimizer
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import reshard
 from src.training.meter import StepBatch, StepLosses, StepTotals
@@ -31,7 +31,7 @@ class ScheduleFree(Technique):
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if cfg.dtype == "bfloat16":
             raise UsageError("techniques: schedule_free: dtype is bfloat16, in which small moves of an average vanish")
-        if cfg.adam_beta1 and find_class(cfg.optim).__name__ in ARGUMENTS_OF_FIELDS:
+        if cfg.adam_beta1 and arguments_of_fields(find_optimizer(cfg.optim)[0]):
             raise UsageError(
                 f"techniques: schedule_free replaces momentum, but adam_beta1 is {cfg.adam_beta1:g}: give --adam_beta1 0"
             )

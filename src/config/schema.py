@@ -140,7 +140,7 @@ class RunConfig:
     )
 
     optim: str = option(
-        "optimizer: adamw, sgd, muon, or a name of torch.optim or of the package pytorch_optimizer",
+        "optimizer: adamw, sgd, or another class of torch.optim, or of a file in addons/optimizers/",
         "adamw",
         group="optimizer",
     )

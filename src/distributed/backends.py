@@ -242,10 +242,9 @@ class Backend:
             if skipped:
                 scaler.update()  # `step` of accelerate's optimizer would do it; a gradient that is not finite halves the scale
             return not skipped
-        if optimizer_state.skips_on_device(optimizer):
+        if optimizer.defaults.get("fused"):
             private_apis.skip_update_on_device(optimizer, skipped)
             return True
-        private_apis.skip_update_on_device(optimizer, None)
         return not skipped
 
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.errors import Failure, UsageError
-from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
 from src.distributed.backends import Backend
@@ -33,8 +32,6 @@ class FSDP2(Backend):
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
-        if normalized(cfg.optim) == "sgd":
-            self.can_fuse_optimizer = False  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         if low := LOW_PRECISION.get(accelerator.mixed_precision):

@@ -13,26 +13,9 @@ from src.config.errors import UsageError
 from src.distributed.sharded_tensors import is_partial, plain_name
 
 SIMPLE = (torch.optim.AdamW, torch.optim.SGD)  # their groups hold only arguments of the constructor
-NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "use_muon", "original_group")
+NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "original_group")
 VALUES = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
 ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless a group is fused or capturable
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the next update can be skipped without a wait of the host: the optimizer is fused.
-
-    If a fused SGD skipped the first update of a parameter, torch would leave its momentum uninitialized. And it takes no
-    group in which only some parameters have a momentum (unfreeze): such a group is updated by torch's other kernel."""
-    if not optimizer.defaults.get("fused"):
-        return False
-    is_first = False
-    for group in optimizer.param_groups:
-        if group.get("momentum"):  # cycle_momentum changes it
-            has_momentum = {p in optimizer.state for p in group["params"] if p.grad is not None}
-            is_first = is_first or False in has_momentum
-            if type(optimizer) is torch.optim.SGD:
-                group["fused"] = len(has_momentum) < 2
-    return not is_first
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------

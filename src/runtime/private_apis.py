@@ -33,12 +33,12 @@ def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
-def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     """Make a fused optimizer skip its next update if `skip` is true, so that the host need not wait for the device.
 
-    GradScaler passes its decision to fused kernels in this attribute; it stays until the next call (None: not set).
+    GradScaler passes its decision to fused kernels in this attribute; it stays until the next call.
     Tests: tests/training/test_step.py, tests/addons/techniques/test_unfreeze.py."""
-    optimizer.found_inf = None if skip is None else skip.float()
+    optimizer.found_inf = skip.float()
 
 
 def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from src.config.addons import load_addon
+from src.config.optimizer_class import find_optimizer, normalized
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import sharding_of_launch
 
@@ -21,7 +22,9 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 def optimizer_moments(cfg: RunConfig) -> int:
     """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
-    return {"sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}.get(cfg.optim.lower(), 2)
+    _, addon = find_optimizer(cfg.optim)
+    values = {"sgd": 1, "adafactor": 0} | getattr(addon, "STATE_PER_WEIGHT", {})
+    return values.get(normalized(cfg.optim), 2)
 
 
 def describe_memory(

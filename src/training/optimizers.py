@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase
 import torch
 
 from src.config.errors import UsageError, did_you_mean, errors_of
-from src.config.optimizer_class import find_class, optimizer_addon, optimizer_arguments
+from src.config.optimizer_class import find_optimizer, optimizer_arguments
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.training.model_with_loss import ModelWithLoss
 
-FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device
+FUSED = (torch.optim.AdamW, torch.optim.Adam)  # these can skip an update on the device
 
 
 def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
@@ -26,11 +26,13 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     for name in first_match(cfg.freeze, parameters, "freeze"):
         parameters[name].requires_grad_(False)
     groups = parameter_groups(model, cfg)
-    cls = find_class(cfg.optim)
-    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
+    cls, addon = find_optimizer(cfg.optim)
+    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls, addon)
+    if cls in FUSED:
+        options["fused"] = fused
     with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
         factors = lr_factors(groups)
-        make = getattr(optimizer_addon(cfg.optim), "make", None)
+        make = getattr(addon, "make", None)
         optimizer = make(cfg, cls, groups, options) if make else cls(groups, **options)
     if lr_factors(optimizer.param_groups) != factors:
         raise UsageError(
@@ -53,8 +55,8 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
     parameters, rules = named_parameters(model), cfg.parameter_groups or {}
     pattern_of = first_match(rules, parameters, "parameter_groups")
     depths, layers = layer_depths(model) if cfg.lr_layer_decay else ({}, 0)
-    addon = optimizer_addon(cfg.optim)
-    hidden = addon.hidden_matrices(model) if hasattr(addon, "hidden_matrices") else None
+    _, addon = find_optimizer(cfg.optim)
+    hidden = addon.hidden_matrices(model, cfg.optim) if hasattr(addon, "hidden_matrices") else None
     groups: dict[tuple, dict] = {}
     for name, parameter in sorted(parameters.items(), key=lambda item: dimensions(item[1]) < 2):
         if not parameter.requires_grad:
@@ -68,7 +70,7 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
         if factor != 1.0:
             fields["lr_factor"] = factor  # a class may set the `lr` of a group: `Backend.prepare` multiplies both
         if hidden is not None:
-            fields |= dict.fromkeys(("hidden", "use_muon"), name in hidden)  # ours, and that of pytorch_optimizer
+            fields["hidden"] = name in hidden
         groups.setdefault(tuple(fields.values()), {"params": []} | fields)["params"].append(parameter)
     return list(groups.values())
 

@@ -1,4 +1,4 @@
-"""Optimizers by name: arguments, state in checkpoints, packages of optimizers."""
+"""Optimizers by name: arguments, state in checkpoints, files of addons/optimizers/."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import backends, fsdp2, optimizer_state
 from src.distributed.backend_checks import check_model
+from src.training.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 
@@ -64,7 +65,18 @@ def test_optimizers_that_cannot_work_are_refused(given, text):
         make(**given)
 
 
-# ---- a package of optimizers -------------------------------------------------------------------------------------------
+# ---- a file of optimizers ----------------------------------------------------------------------------------------------
+
+
+def serve(monkeypatch, **classes) -> None:
+    """Put a file of its own in addons/optimizers/ for each class, in place of the files that are there."""
+    for name, kind in classes.items():
+        module = ModuleType(f"addons.optimizers.{name}")
+        vars(module)[kind.__name__] = kind
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = addons.addon_names
+    for place in (addons, optimizer_class):
+        monkeypatch.setattr(place, "addon_names", lambda room: [*classes] if room == "optimizers" else names(room))
 
 
 class Own(torch.optim.Optimizer):
@@ -87,20 +99,43 @@ class Own(torch.optim.Optimizer):
 
 
 def test_a_file_in_addons_brings_a_class_of_its_own(monkeypatch):
-    module = ModuleType("addons.optimizers.my_own")
-    module.MyOwn = type("MyOwn", (Own,), {})
+    kind = type("MyOwn", (Own,), {})
+    serve(monkeypatch, my_own=kind)
+    assert type(make(optim="my_own", weight_decay=0.5)) is kind
+    assert type(make(optim="my_own/MyOwn", weight_decay=0.5)) is kind
+
+
+def test_a_file_may_serve_classes_of_other_names(monkeypatch):
+    """A class of torch with the name is taken, unless the file is named."""
+    other = type("Adagrad", (Own,), {})
+    module = ModuleType("addons.optimizers.several")
+    module.classes = lambda: [Own, other, None]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for place in (addons, optimizer_class):
-        monkeypatch.setattr(place, "addon_names", lambda room: ["my_own"])
-    assert type(make(optim="my_own", weight_decay=0.5)) is module.MyOwn
+        monkeypatch.setattr(place, "addon_names", lambda room: ["several"])
+    assert type(make(optim="own")) is Own
+    assert type(make(optim="adagrad")) is torch.optim.Adagrad
+    assert type(make(optim="several/adagrad")) is other
+    with pytest.raises(UsageError, match="optim is others/own"):
+        make(optim="others/own")
+
+
+def test_only_classes_that_skip_on_the_device_are_fused():
+    """A fused SGD that skips the first update of a parameter would leave its momentum uninitialized."""
+    assert [make(optim=name).defaults.get("fused") for name in ("adamw", "adam", "sgd")] == [True, True, None]
+
+
+def test_memory_of_a_class_is_what_its_file_says(monkeypatch):
+    serve(monkeypatch, own=Own)
+    assert [optimizer_moments(RunConfig(optim=name)) for name in ("adamw", "sgd", "adafactor", "own")] == [2, 1, 0, 2]
+    sys.modules["addons.optimizers.own"].STATE_PER_WEIGHT = {"own": 3}  # pyrefly: ignore
+    assert optimizer_moments(RunConfig(optim="own")) == 3
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch) -> dict:
-    """The fields of a run with `Own`, which is in place of the package pytorch_optimizer."""
-    module = ModuleType("pytorch_optimizer")
-    module.Own = Own
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+    """The fields of a run with `Own`."""
+    serve(monkeypatch, own=Own)
     return technique_runs.files(tmp_path) | {"optim": "own"}
 
 
@@ -129,9 +164,7 @@ class Regrouped(torch.optim.SGD):
 
 @pytest.fixture
 def rates(tmp_path, monkeypatch) -> dict:
-    module = ModuleType("pytorch_optimizer")
-    module.Slow, module.Regrouped = Slow, Regrouped
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+    serve(monkeypatch, slow=Slow, regrouped=Regrouped)
     return technique_runs.files(tmp_path) | {"optim": "slow", "parameter_groups": json.dumps(FACTORS)}
 
 
@@ -204,9 +237,7 @@ class Anchored(torch.optim.Optimizer):
 
 @pytest.fixture
 def early(tmp_path, monkeypatch):
-    module = ModuleType("pytorch_optimizer")
-    module.Anchored = Anchored
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+    serve(monkeypatch, anchored=Anchored)
     return technique_runs.files(tmp_path)
 
 

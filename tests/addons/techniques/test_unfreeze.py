@@ -54,7 +54,7 @@ def test_mutant_rate_of_zero_differs(tmp_path):
 
 
 def test_momentum_of_sgd_begins_later_than_that_of_others(tmp_path, monkeypatch):
-    """Also after a step that the fused kernel has skipped on the device."""
+    """Also after a step that was skipped."""
     poison(monkeypatch, not_a_number, {2})
     values = fields(tmp_path) | {"optim": "sgd"}
     run = technique_runs.train(tmp_path / "run", values, 1, 4, env={"NOTES": str(tmp_path)})
