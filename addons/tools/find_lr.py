@@ -28,6 +28,7 @@ from src.config import parsing, validation
 from src.config.errors import Failure, Stopped, UsageError
 from src.config.fields import AS_GIVEN, declared_options, option, read_words
 from src.data import dataset
+from src.distributed import stop_signals
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder, jsonl
@@ -99,6 +100,7 @@ class NoCheckpoints(Checkpointer):
 
 
 def main(argv: list[str]) -> None:
+    stop_signals.exit_on_signal()
     test, argv = own_flags(parsing.with_default_config(argv))
     cfg, task_options = parsing.parse(argv, OPTIONS)
     if cfg.dry_run:

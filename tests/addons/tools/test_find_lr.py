@@ -138,6 +138,18 @@ def test_test_ends_where_the_loss_diverges_and_saves_nothing(tmp_path, fields):
     assert find(tmp_path / "two", fields, 2)["learning_rate"] == curve["learning_rate"]
 
 
+def test_stopped_test_leaves_nothing_behind(tmp_path, fields):
+    """On one of two processes, by the file `stop`; the lowest rates do not diverge before."""
+    fields |= {"updates": 5000, "start_lr": 1e-9, "end_lr": 1e-8}
+    folder = Path(f"{fields['output_dir']}_find_lr")
+    ranks = kit.Ranks("addons/tools/find_lr.py", *kit.flags(**fields), folder=tmp_path / "here", world=2)
+    kit.until(lambda: kit.last_step(folder) > 3)
+    (folder / "stop").touch()
+    assert ranks.wait() == [75, 75], ranks.text()
+    assert "the range test has no result" in ranks.text()
+    assert not folder.exists()
+
+
 def test_curve_has_the_losses_of_updates_with_a_target(tmp_path):
     lines = [{"kind": "train", "step": 1, "loss": 2.0, "weight": 5.0, "learning_rate": 0.1}]
     lines += [{"kind": "train", "step": 2, "loss": None, "weight": 0.0, "learning_rate": 0.1}]
