@@ -31,17 +31,18 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
     file, _, name = optim.rpartition("/")
     name = normalized(BUILT_IN.get(name, name))
     files = {normalized(each): each for each in addon_names("optimizers")}
+    own = files.get(normalized(file or name))
     classes = {} if file else _classes(torch.optim)
-    addon = None
-    if normalized(file or name) in files:
-        addon = load_addon("optimizers", files[normalized(file or name)])
+    addon = load_addon("optimizers", own) if own else None
+    if addon:
         classes |= _classes(addon)
-    elif not file and name not in classes:
+    elif not file and name not in classes:  # one of the files may serve it
         for each in files.values():
-            served = load_addon("optimizers", each)
-            if name in _classes(served):
-                addon = served
-            classes |= _classes(served)
+            module = load_addon("optimizers", each)
+            served = _classes(module)
+            classes |= served
+            if name in served:
+                addon = module
     if name not in classes:
         raise UsageError(
             f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers, whose package may be missing "
