@@ -77,7 +77,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
     gradient = task.wrap_gradient(compute_gradient)  # the same function, unless the loss is one over the whole batch
-    gradient = backend.wrap_gradient(gradient)  # running statistics; on 3 DDP ranks or more the first one twice
+    gradient = backend.wrap_gradient(
+        gradient
+    )  # running statistics; dummy batches, so that all shards run as many passes
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
     score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
     module.train()
@@ -113,7 +115,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         state.step += 1
         losses = None
         if totals.weight:  # 0: no example of the global batch has a target
-            batch = backend.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
             losses = gradient(backend, module, batch, totals)  # compute_gradient below, wrapped as above
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor

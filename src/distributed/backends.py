@@ -165,13 +165,15 @@ class Backend:
     def wrap_gradient(self, compute: Callable) -> Callable:
         """Return `compute`, such as compute_gradient of train.py, with what this backend does around it.
 
-        That is: raise UsageError if a parameter was frozen or unfrozen, or if DDP waits for a gradient; set buffers that
-        forward passes change (running statistics) to their mean over the micro-batches. On three DDP ranks or more, the
+        That is: raise UsageError if a parameter was frozen or unfrozen, or if DDP waits for a gradient; add dummy batches
+        to those of a sharded model; set buffers that forward passes change (running statistics) to their mean over the
+        micro-batches. On three DDP ranks or more, the
         first gradient of a process is computed twice. DDP orders its buckets again after the first backward pass, and how
         three ranks round a sum depends on that order: so each step has the same, also the first one after a resume."""
 
         def compute_once(backend: Any, module: torch.nn.Module, batch: list, totals: Any) -> Any:
             backend_checks.check_trainable(self.parameters, self.trainable)
+            batch = self.pad_with_dummy_batches(batch, totals.forwards)
             with self.buffers.step([not micro.dummy for micro, _ in batch]):
                 losses = compute(backend, module, batch, totals)
                 backend_checks.check_reduced(module, self.parameters)

@@ -40,7 +40,8 @@ class Update:
 
     def report(self, norm: float) -> None:
         """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss. A technique skips finite ones."""
-        losses = zip(self.batch, self.losses.losses.tolist(), strict=True)
+        added = len(self.losses.losses) - len(self.batch)  # dummy batches in front, of a sharded model
+        losses = zip(self.batch, self.losses.losses.tolist()[added:], strict=True)
         real = [(micro.ids.tolist(), loss) for (micro, _), loss in losses if not micro.dummy]
         bad = [i for ids, loss in real if not math.isfinite(loss) for i in ids]
         here = f"the gradient (here, of examples {[i for ids, _ in real for i in ids]}) is"

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from src.checkpointing.checkpoint_folder import read_state
 from src.config.parsing import RunConfig
 from src.config.schema import best_by
 from src.tasks import causal_lm
-from src.training.train_state import TrainState
+from src.training.meter import StepLosses
+from src.training.train_state import TrainState, Update
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state
 from tests.helpers.killing import train_until_killed
@@ -97,6 +99,14 @@ def test_non_finite_update_is_skipped_on_all_ranks(tiny, tmp_path, monkeypatch, 
         assert f"rank {world - 1}, step 5: {what}{examples}" in log
         if optim == "adamw":
             assert [line["loss"] is None for line in run.kind("train")] == [at in (2, 5) for at in range(1, STEPS + 1)]
+
+
+def test_dummy_batches_in_front_move_no_loss_to_another_example(capsys):
+    """The backend of a sharded model adds them within the gradient."""
+    batch = [(SimpleNamespace(ids=torch.tensor([i]), dummy=False), None) for i in (3, 4)]
+    losses = StepLosses(torch.tensor([0.0, 1.0, float("nan")]), {})
+    Update(torch.tensor(True), 5, batch, losses).report(float("nan"))
+    assert "step 5: the loss of examples [4] is not finite" in capsys.readouterr().err
 
 
 def test_mutant_without_skipping_is_caught(tiny, tmp_path, monkeypatch):
