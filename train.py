@@ -4,6 +4,8 @@ Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_ra
 """
 
 import src
+from src.data import seeding
+from src.distributed import replica_check
 
 if __name__ == "__main__":
     src.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
@@ -16,14 +18,14 @@ import torch
 from src.checkpointing import checkpointer, resume, run_identity
 from src.config import help_text, parsing, validation
 from src.data import data_loader, dataset
-from src.distributed import backend_checks, backends, stop_signals
+from src.distributed import backends, stop_signals
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import evaluation, optimizers, schedules, training_model
-from src.training.meter import StepBatch, StepLosses, StepTotals
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
 
@@ -124,7 +126,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             techniques.after_update(skipped)
         logger.add_step(losses, totals, data_seconds)
         checkpoints.after_step()
-        backend_checks.check_replicas(backend, model, state.step, due.replica_check())  # each save checks, too
+        replica_check.check_replicas(backend, model, state.step, due.replica_check())  # each save checks, too
 
     if not due.complete():
         checkpoints.stop()  # never returns: saves, then exit code 75; the same command resumes
@@ -142,7 +144,7 @@ def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals:
     outputs = []
     for micro, rows in batch:
         inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
-        data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
+        seeding.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
         with backend.no_sync(module, unless=micro.last):  # one reduction of gradients per step
             out = module(inputs)
             # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite

@@ -14,7 +14,8 @@ from src.config.add_on import AddOn
 from src.config.fields import option
 from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
-from src.data.row_order import derive_seed, splitmix64
+from src.data.row_order import splitmix64
+from src.data.seeding import derive_seed
 from src.data.sources import Source
 from src.tasks.base import Task
 

@@ -17,7 +17,8 @@ from src.data.file_columns import features_of_file, refuse_mixed_types
 from src.data.prepared_split import column_readers, keep_encoded
 from src.data.raw_rows import explain_read_error, refuse_references
 from src.data.row_errors import encode_rows, line_of, read_rows
-from src.data.row_order import derive_seed, permute
+from src.data.row_order import permute
+from src.data.seeding import derive_seed
 from src.data.sources import named_files
 from src.storage import http_files
 from src.tasks.base import Task

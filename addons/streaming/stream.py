@@ -22,7 +22,8 @@ from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
 from src.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
-from src.data.row_order import derive_seed, permute
+from src.data.row_order import permute
+from src.data.seeding import derive_seed
 from src.tasks.base import Task
 
 if TYPE_CHECKING:

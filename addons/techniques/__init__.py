@@ -16,7 +16,7 @@ from src.config.addons import addon_names, load_addon
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
+from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 

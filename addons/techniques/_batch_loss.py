@@ -15,11 +15,11 @@ import torch
 
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
-from src.data.data_loader import seed_everything
+from src.data.seeding import seed_everything
 from src.distributed.backends import Backend
 from src.tasks import Batch, Task
 from src.training.evaluation import Part
-from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
+from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes

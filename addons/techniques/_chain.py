@@ -17,7 +17,7 @@ from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.backends import Backend
 from src.distributed.sharded_tensors import plain_name, reshard
-from src.training.meter import ComputeGradient, StepBatch, StepLosses, StepTotals
+from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 

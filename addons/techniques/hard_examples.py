@@ -17,9 +17,9 @@ from addons.techniques._batch_loss import Vectors, batch_loss_gradient
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.data.data_loader import seed_everything
+from src.data.seeding import seed_everything
 from src.tasks import Task
-from src.training.meter import StepBatch, StepLosses, StepTotals
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 

@@ -14,8 +14,8 @@ from addons.techniques import Compute, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.model_with_loss import ModelWithLoss
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

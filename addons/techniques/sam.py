@@ -11,7 +11,7 @@ import torch
 from addons.techniques import Compute, Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import total_norm
-from src.training.meter import StepBatch, StepLosses, StepTotals
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 

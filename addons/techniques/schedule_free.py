@@ -11,7 +11,7 @@ from src.config.fields import option
 from src.config.optimizer_class import arguments_of_fields, find_optimizer
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import reshard
-from src.training.meter import StepBatch, StepLosses, StepTotals
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

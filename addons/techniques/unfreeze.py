@@ -8,8 +8,8 @@ from addons.techniques import Compute, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.optimizers import first_match, named_parameters
+from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from src.checkpointing.tensor_files import Tensors
 from src.config.addons import used_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
-from src.distributed import backend_checks
+from src.distributed import replica_check
 from src.distributed.host_group import run_on_main
 from src.distributed.stop_signals import StopSignals
 from src.runtime import console, run_status
@@ -110,7 +110,7 @@ class Checkpointer:
         with self.run.meter.paused():
             began, state = time.perf_counter(), self.state
             state.finish_update(self.cfg.max_skipped_steps)
-            backend_checks.check_replicas(self.run.backend, self.run.model, state.step)
+            replica_check.check_replicas(self.run.backend, self.run.model, state.step)
             self.due.last_save = self._now()
             self.signals.save_requested = False  # by the file `save`: this is that save
             # The step alone does not determine the position of a stream.

@@ -13,7 +13,8 @@ import numpy as np
 
 from src.config.addons import first_answer, used_addons
 from src.config.schema import RunConfig
-from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
+from src.data.row_order import Quotas, example_ids, splitmix64
+from src.data.seeding import derive_seed
 
 OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
 

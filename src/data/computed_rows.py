@@ -17,7 +17,7 @@ import xxhash
 
 from src.config.errors import UsageError, reason_of
 from src.data.prepared_split import ARRAYS, SUMS, Split
-from src.data.row_order import derive_seed
+from src.data.seeding import derive_seed
 from src.storage.cache_folder import depends_on, shared_sample_files
 from src.storage.code_hash import code_hash
 

@@ -6,20 +6,19 @@ Tests: tests/data/test_data_loader.py and tests/conformance/.
 import logging
 import math
 import os
-import random
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import torch
 
 from src.config.addons import used_addons
 from src.config.schema import RunConfig
+from src.data import seeding
 from src.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
-from src.data.row_order import derive_seed
+from src.data.seeding import derive_seed
 from src.distributed.backends import Backend
 from src.distributed.stop_signals import end_with_parent, ignore_signals
 from src.tasks import Batch, Task
@@ -78,23 +77,9 @@ def group_by_step(items: Iterator[Item]) -> Iterator[tuple[StepBatch, float]]:
             started = time.perf_counter()
 
 
-def seed_everything(seed: int) -> None:
-    """Seed every generator that a collator or a model may draw from: torch on all devices, numpy and random."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or kind.type == "cuda":
-        # torch.manual_seed formats a stack trace for each kind of device that is absent: 0.4 ms.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # not in a dataloader worker, which does not use the device
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
 def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = True) -> Item:
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
-    seed_everything(derive_seed("collate", micro.seed))
+    seeding.seed_everything(derive_seed("collate", micro.seed))
     try:
         for each in used_addons(task.cfg) if training else ():
             rows = each.change_rows(task, rows, micro.step)  # before `task.collate`, which counts the weight

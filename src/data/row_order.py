@@ -3,21 +3,16 @@
 Tests: tests/data/test_batch_plan.py and tests/data/test_mixture.py.
 """
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
+from src.data.seeding import derive_seed
+
 Quotas = tuple[tuple[int, int], ...]  # (rows, draws per epoch) of each source of a mixture
 ROUNDS = 8
 BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is per call, not per number
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends only on `parts`."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from src.reporting.utilization import GpuUse, step_profiler
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
-from src.training.meter import StepLosses, StepTotals
+from src.training.step_totals import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState, plain_number
 

@@ -18,7 +18,8 @@ from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
 from src.data import dataset
 from src.data.batch_plan import evaluation_order, sizes_of_run
-from src.data.data_loader import read_batches, seed_everything
+from src.data.data_loader import read_batches
+from src.data.seeding import seed_everything
 from src.distributed import backends, stop_signals
 from src.distributed.host_group import run_on_main
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown

@@ -16,7 +16,8 @@ import torch
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, evaluation_order
-from src.data.data_loader import read_batches, seed_everything
+from src.data.data_loader import read_batches
+from src.data.seeding import seed_everything
 from src.distributed.backends import Backend
 from src.distributed.host_group import run_on_main
 from src.distributed.stop_signals import StopSignals

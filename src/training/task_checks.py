@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from src.config.errors import Failure
 from src.config.paths import REPOSITORY
-from src.data.data_loader import seed_everything
+from src.data.seeding import seed_everything
 from src.distributed.running_statistics import StepBuffers
 from src.tasks import Batch, Task
 

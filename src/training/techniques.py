@@ -11,7 +11,7 @@ import torch
 
 from src.config.addons import first_answer, used_addons
 from src.config.schema import RunConfig
-from src.training.meter import ComputeGradient
+from src.training.step_totals import ComputeGradient
 from src.training.train_state import Run
 
 

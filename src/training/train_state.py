@@ -18,8 +18,9 @@ from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
 from src.storage.jsonl import JsonlWriter
 from src.tasks import Task
-from src.training.meter import Meter, StepBatch, StepLosses
+from src.training.meter import Meter
 from src.training.model_with_loss import ModelWithLoss
+from src.training.step_totals import StepBatch, StepLosses
 
 
 class Update:

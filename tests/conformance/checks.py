@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.data.data_loader import seed_everything
+from src.data.seeding import seed_everything
 from src.tasks import Task
 from tests.conformance.host_reads import HostReads
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train
-from src.data import data_loader
-from src.training.meter import StepLosses
+from src.data import seeding
+from src.training.step_totals import StepLosses
 from tests.helpers import kit
 from tests.training import test_step
 
@@ -78,7 +78,7 @@ def test_dropout_masks_do_not_depend_on_the_split(
 ):
     """The mutant draws without the seed of the micro-batch."""
     if mutant:
-        monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)
+        monkeypatch.setattr(seeding, "seed_everything", lambda seed: None)
     run = kit.run_training(world, tmp_path / "run", *recipe(files, **DROPOUT))
     difference = kit.distance(one_process_with_dropout.weights, run.weights)
     assert difference > 1e-3 if mutant else difference <= 1e-10

@@ -11,7 +11,7 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from src.config.schema import RunConfig
-from src.data import data_loader
+from src.data import data_loader, seeding
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.prepared_split import column_readers
 from src.tasks import Batch, causal_lm
@@ -100,7 +100,7 @@ def test_batches_and_random_draws_do_not_depend_on_workers_or_processes(data, mo
     for workers in (1, 3):
         assert list(batches(split, workers).items()) == list(here.items())  # in order
     assert batches(split, 0, 0, 2) | batches(split, 0, 1, 2) == here
-    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)  # the mutant
+    monkeypatch.setattr(seeding, "seed_everything", lambda seed: None)  # the mutant
     assert batches(split, 3) != batches(split, 0)
 
 

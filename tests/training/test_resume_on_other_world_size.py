@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import train
-from src.data import data_loader
+from src.data import data_loader, seeding
 from src.data.row_order import example_ids
 from src.distributed.backends import Backend
 from src.distributed.host_group import HostGroup
@@ -141,8 +141,8 @@ def test_losses_are_summed_alike_in_vectors_of_any_length(tmp_path):
 
 
 def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypatch):
-    original = data_loader.seed_everything
-    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
+    original = seeding.seed_everything
+    monkeypatch.setattr(seeding, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
     run = kit.run_training(2, tmp_path / "run", *recipe(tiny, dtype="float64"))
     assert kit.distance(run.weights, whole.weights) > 1e-6
     assert kit.first_other_step(run.folder, whole.folder) is None  # the examples were right: only the masks differ

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from src.distributed import backend_checks, backends
+from src.distributed import backends, replica_check
 from src.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from tests.helpers import batch_norm, classifier_task, kit
 
@@ -106,6 +106,6 @@ def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(StepBuffers, "finish", lambda self: None)
     with pytest.raises(kit.RankFailed, match=r"running_mean"):  # by the check of replicas before the first save
         kit.run_training(2, tmp_path / "run", *flags)
-    monkeypatch.setattr(backend_checks, "check_replicas", lambda *args: None)
+    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
     reported, found = evaluated(kit.run_training(2, tmp_path / "run", *flags), tmp_path / "eval")
     assert found["loss"] != pytest.approx(reported["loss"], rel=1e-4)

@@ -12,7 +12,7 @@ from src.checkpointing.checkpoint_folder import read_state
 from src.config.parsing import RunConfig
 from src.config.schema import best_by
 from src.tasks import causal_lm
-from src.training.meter import StepLosses
+from src.training.step_totals import StepLosses
 from src.training.train_state import TrainState, Update
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state

@@ -19,8 +19,8 @@ from src.data.batch_plan import PlanConfig, plan
 from src.distributed.backends import make_backend
 from src.distributed.host_group import HostGroup
 from src.training.evaluation import evaluate
-from src.training.meter import StepTotals
 from src.training.model_with_loss import ModelWithLoss
+from src.training.step_totals import StepTotals
 from src.training.training_model import choose_kernels
 from tests.conformance.checks import NoWaiting
 from tests.helpers import kit

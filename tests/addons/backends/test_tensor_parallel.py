@@ -14,7 +14,7 @@ import train
 from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
 from src.runtime import private_apis
-from src.training.meter import StepTotals
+from src.training.step_totals import StepTotals
 from tests.helpers import kit
 from tests.helpers.backend_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques import hard_examples
-from src.data.data_loader import seed_everything
+from src.data.seeding import seed_everything
 from src.models import chunked_cross_entropy
 from src.tasks import causal_lm
 from tests.addons.tasks import recipes

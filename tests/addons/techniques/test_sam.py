@@ -9,7 +9,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
 from src.distributed.running_statistics import StepBuffers
-from src.training.meter import StepTotals
+from src.training.step_totals import StepTotals
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe
