@@ -58,9 +58,6 @@ OWN_WORDS = {"evaluate", "fork", "ledger", "preference", "preview", "same", "tec
 EXCEPTIONS = {
     ("src/config/parsing.py", "deepspeed"),  # a field of the HF Trainer
     ("src/models/config_and_tokenizer.py", "peft"),  # the package whose files on the Hub are refused
-    # What a name of an optimizer is: src/config/optimizer_class.py knows one add-on.
-    *((f"src/{file}.py", "muon") for file in ("config/optimizer_class", "config/schema", "training/memory")),
-    ("src/config/optimizer_class.py", "schedule_free"),
 }
 
 

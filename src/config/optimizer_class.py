@@ -49,7 +49,7 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
             f"(requirements-extra.txt){did_you_mean(name, classes)}"
         )
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
-        hint = "use adamw or sgd with techniques: schedule_free"
+        hint = "use adamw or sgd, and a technique that averages weights (docs/techniques.md)"
         raise UsageError(f"optim is {optim}, which trains other weights than it evaluates: {hint}")
     return classes[name], addon
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train
-from src.distributed import backend_checks
+from src.distributed import replica_check
 from src.runtime import run_status
 from tests.helpers import kit
 from tests.helpers.backend_runs import recipe, saved
@@ -64,7 +64,7 @@ def sums(model: torch.nn.Module) -> torch.Tensor:
 def test_mutants_save_replicas_that_differ(files, tmp_path, monkeypatch, name, mutant):
     """Without the check, and with sums instead of hashes."""
     flip_at(5, 1, monkeypatch)
-    monkeypatch.setattr(backend_checks, name, mutant)
+    monkeypatch.setattr(replica_check, name, mutant)
     codes, _ = trained(files, tmp_path)
     assert codes == [0, 0]
     assert saved(tmp_path / "run") == [2, 4, 6, 8]
@@ -92,9 +92,9 @@ CHANGES = [
 
 def test_digests_see_saved_buffers():
     layer = torch.nn.BatchNorm1d(3)
-    before = backend_checks.digests(layer)
+    before = replica_check.digests(layer)
     layer.running_mean[0] += 1
-    assert (backend_checks.digests(layer) != before).sum() == 1
+    assert (replica_check.digests(layer) != before).sum() == 1
 
 
 def test_digest_for_devices_sees_every_change():
@@ -102,4 +102,4 @@ def test_digest_for_devices_sees_every_change():
     values = [torch.arange(1.0, 129.0) for _ in CHANGES]
     for change, x in zip(CHANGES, values, strict=True):
         change(x)
-    assert len({backend_checks._digest_on_device(x).item() for x in values}) == len(CHANGES)
+    assert len({replica_check._digest_on_device(x).item() for x in values}) == len(CHANGES)
