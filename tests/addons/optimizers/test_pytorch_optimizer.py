@@ -28,7 +28,7 @@ def test_names_of_the_package_are_found(package):
 
 
 def test_optimizer_that_evaluates_other_weights_is_refused(package):
-    with pytest.raises(UsageError, match="use adamw or sgd with techniques: schedule_free"):
+    with pytest.raises(UsageError, match="use adamw or sgd, and a technique that averages weights"):
         find_optimizer("schedulefree_adamw")
 
 
