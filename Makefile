@@ -26,7 +26,7 @@ LAUNCH = $(VENV)/accelerate launch --quiet --config_file '$(ACCELERATE)' --num_p
 OUT_FLAG = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')
 # RUN=folder, else the run in runs/ that was last written to.
 define find_run
-run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)}"; \
+run='$(RUN)'; run="$${run:-$$($(VENV)/python -m engine.process.run_status --newest)}"; \
 test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
 endef
 
@@ -57,8 +57,8 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 # belongs to another copy, which keeps it up to date.
 .venv/done: $(if $(shell test -L .venv && echo link),,requirements.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found: install Python 3.11 or newer, or name it: make setup PYTHON=python3.12" >&2; exit 2; }
-	@$(PYTHON) src/__init__.py
-	@$(VENV)/python src/__init__.py 2>/dev/null || rm -rf .venv
+	@$(PYTHON) engine/startup.py
+	@$(VENV)/python engine/startup.py 2>/dev/null || rm -rf .venv
 	@echo "Installing the packages of requirements.txt into .venv: 1 to 5 GB to download, some minutes."
 	@$(PYTHON) -m venv .venv
 	@rm -f $@
@@ -72,10 +72,10 @@ train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 	$(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 smoke: .venv/done ## try CONFIG in a minute: checks of the task, three steps, an evaluation, saves and a resume, compared
-	$(VENV)/python -m src.tools.smoke $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
+	$(VENV)/python -m engine.tools.smoke $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
-	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
+	@$(VENV)/python -m engine.data.dataset --config '$(CONFIG)' $(ARGS)
 
 preview: .venv/done ## show the first rows of CONFIG, the tokens that are trained on in color; ARGS='--page preview.html'
 	@$(call need,addons/tools/preview.py) $(VENV)/python -m addons.tools.preview --config '$(CONFIG)' $(ARGS)

@@ -7,27 +7,27 @@ import json
 import os
 from pathlib import Path
 
-import src
+from engine import startup
 
 if __name__ == "__main__":
-    src.begin()  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
+    startup.begin()  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
 
 # isort: split
-from src.checkpointing import locate_weights
-from src.config import help_text, parsing, validation
-from src.config.errors import UsageError, writes_to
-from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed.backends import Backend, make_backend
-from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.reporting.environment import topology
-from src.runtime import run_status
-from src.runtime.console import exact, table
-from src.runtime.exit_codes import run_main
-from src.storage import atomic_folder
-from src.storage.jsonl import strict_json
-from src.tasks import OPTIONS, make_task
+from engine.checkpointing import locate_weights
+from engine.config import help_text, parsing, validation
+from engine.config.errors import UsageError, writes_to
+from engine.data.dataset import check_same_data, prepare_datasets
+from engine.distributed.backends import Backend, make_backend
+from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.process import run_status
+from engine.process.console import exact, table
+from engine.process.exit_codes import run_main
+from engine.storage import atomic_folder
+from engine.storage.jsonl import strict_json
+from engine.task_registry import OPTIONS, make_task
+from src.training.environment import topology
 from src.training.evaluation import evaluate
-from src.training.model_with_loss import ModelWithLoss
 from src.training.training_model import choose_kernels
 
 

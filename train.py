@@ -1,33 +1,33 @@
-"""Train a model: the whole run, top to bottom. Everything it calls is in src/, one folder per topic. Edit freely.
+"""Train a model: the whole run, top to bottom. What it calls is in src/, which is yours like this file, and in engine/.
 
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
-import src
-from src.data import seeding
-from src.distributed import replica_check
+from engine import startup
+from engine.data import seeding
+from engine.distributed import replica_check
 
 if __name__ == "__main__":
-    src.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
+    startup.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
 
 # isort: split
 from functools import partial
 
 import torch
 
-from src.checkpointing import checkpointer, resume, run_identity
-from src.config import help_text, parsing, validation
-from src.data import data_loader, dataset
-from src.distributed import backends, stop_signals
-from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.reporting.run_logger import RunLogger
-from src.reporting.run_plan import print_plan
-from src.runtime.exit_codes import run_main
-from src.tasks import OPTIONS, Task, make_task
+from engine.checkpointing import checkpointer, resume, run_identity
+from engine.config import help_text, parsing, validation
+from engine.data import data_loader, dataset
+from engine.distributed import backends, stop_signals
+from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.loop.techniques import make_techniques
+from engine.loop.train_state import Intervals, Run
+from engine.process.exit_codes import run_main
+from engine.task_registry import OPTIONS, Task, make_task
 from src.training import evaluation, optimizers, schedules, training_model
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
-from src.training.techniques import make_techniques
-from src.training.train_state import Intervals, Run
+from src.training.run_logger import RunLogger
+from src.training.run_plan import print_plan
 
 
 def main(argv: list[str]) -> None:

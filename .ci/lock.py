@@ -1,6 +1,6 @@
 """Write the pins of requirements.txt and requirements-extra.txt from uv.lock: `make lock`. Needs uv.
 
-Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/test_requirements.py.
+Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/project/test_requirements.py.
 """
 
 import re

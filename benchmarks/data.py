@@ -22,14 +22,14 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from src.config import parsing, validation
-from src.config.schema import RunConfig
-from src.data.batch_plan import PlanConfig, training_order
-from src.data.data_loader import read_batches
-from src.data.dataset import prepare_datasets
-from src.data.prepared_split import ROWS
-from src.storage import cache_folder
-from src.tasks import OPTIONS, make_task
+from engine.config import parsing, validation
+from engine.config.schema import RunConfig
+from engine.data.batch_plan import PlanConfig, training_order
+from engine.data.data_loader import read_batches
+from engine.data.dataset import prepare_datasets
+from engine.data.prepared_split import ROWS
+from engine.storage import cache_folder
+from engine.task_registry import OPTIONS, make_task
 
 MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}

@@ -27,7 +27,7 @@ import train
 from benchmarks.forked_ranks import in_ranks
 from benchmarks.plain import Plain, direct_loss, labels_loss
 from benchmarks.plain_steps import steps_in_memory
-from src.config.paths import REPOSITORY
+from engine.config.paths import REPOSITORY
 
 LOGGING_STEPS = 10
 BARS = {"10 ms": 0.93, "200 ms": 0.97, "start": 1.05}

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
-from src.config.paths import REPOSITORY
-from src.storage import verify_hashes
+from engine.config.paths import REPOSITORY
+from engine.storage import verify_hashes
 
 MODEL = {
     "model_type": "llama",
@@ -40,15 +40,15 @@ RESUME = """
 import sys
 from types import SimpleNamespace
 sys.path.insert(0, {repository!r})
-from src.checkpointing import checkpoint_folder
-from src.config import parsing
-from src.data.dataset import prepare_datasets
-from src.distributed.init_accelerator import init_accelerator
-from src.distributed.backends import make_backend
-from src.training.meter import Meter
-from src.tasks import OPTIONS, make_task
+from engine.checkpointing import checkpoint_folder
+from engine.config import parsing
+from engine.data.dataset import prepare_datasets
+from engine.distributed.init_accelerator import init_accelerator
+from engine.distributed.backends import make_backend
+from engine.loop.meter import Meter
+from engine.task_registry import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
-from src.training.model_with_loss import ModelWithLoss
+from engine.loop.model_with_loss import ModelWithLoss
 
 def memory(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from addons.techniques import TECHNIQUES  # noqa: E402
-from src.tasks import OPTIONS  # noqa: E402
+from engine.task_registry import OPTIONS  # noqa: E402
 from tests.addons.techniques import test_conformance as lists  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "support.md"
@@ -32,14 +32,14 @@ OF_TASKS = {True: "tests/conformance/test_task.py", False: "tests/addons/tasks/t
 MORE = [  # what has a test of its own: (row, column, file)
     ("causal_lm", ZERO, "tests/addons/backends/test_deepspeed.py"),
     ("causal_lm", TP, "tests/addons/backends/test_tensor_parallel.py"),
-    ("causal_lm", FSDP2, "tests/distributed/test_fsdp2.py"),
-    ("causal_lm", HSDP, "tests/distributed/test_fsdp2.py"),
-    ("causal_lm", COMPILE, "tests/models/test_compile_and_recompute.py"),
+    ("causal_lm", FSDP2, "tests/engine/distributed/test_fsdp2.py"),
+    ("causal_lm", HSDP, "tests/engine/distributed/test_fsdp2.py"),
+    ("causal_lm", COMPILE, "tests/engine/models/test_compile_and_recompute.py"),
     ("causal_lm", STREAM, "tests/addons/streaming/test_streaming.py"),
     ("causal_lm", LORA, "tests/addons/adapters/test_peft.py"),
     ("distillation", FSDP2, "tests/addons/tasks/test_frozen_teacher.py"),
-    ("any torch module", SEVERAL, "tests/models/test_plain_model.py"),
-    ("any torch module", FSDP2, "tests/distributed/test_plain_models.py"),
+    ("any torch module", SEVERAL, "tests/engine/models/test_plain_model.py"),
+    ("any torch module", FSDP2, "tests/engine/distributed/test_plain_models.py"),
     ("any torch module", ZERO, "tests/addons/backends/test_deepspeed.py"),
     ("any torch module", LORA, "tests/addons/adapters/test_peft.py"),
     *((name, SEVERAL, "tests/addons/techniques/test_averages.py") for name in ("ema", "swa", "lawa", "lookahead")),

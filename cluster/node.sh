@@ -2,7 +2,7 @@
 # Start the training processes of one node and end with the exit code of the run: 0 complete, 75 stopped and saved.
 #     OUT=runs/X NODES=2 NODE_RANK=0 MAIN_ADDRESS=10.0.0.1 cluster/node.sh configs/X.yaml [--flag value …]
 # OUT must be on storage that outlives the node and that all nodes see. Further variables, each with a default: NODES, NODE_RANK,
-# MAIN_ADDRESS, MAIN_PORT, NPROC_PER_NODE, ACCELERATE (accelerate file). Tests: tests/distributed/test_cluster_files.py.
+# MAIN_ADDRESS, MAIN_PORT, NPROC_PER_NODE, ACCELERATE (accelerate file). Tests: tests/engine/distributed/test_cluster_files.py.
 set -euo pipefail
 
 fail() {
@@ -38,5 +38,5 @@ while kill -0 "$launcher" 2>/dev/null; do
     code=0
     wait "$launcher" || code=$? # a trap ends `wait`, too
 done
-((code == 0)) || code=$(python -m src.runtime.run_status "$OUT" "$code") # launchers know only 0 and 1
+((code == 0)) || code=$(python -m engine.process.run_status "$OUT" "$code") # launchers know only 0 and 1
 exit "$code"

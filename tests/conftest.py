@@ -42,7 +42,7 @@ import numpy as np
 import psutil
 import pytest
 
-from src.distributed import stop_signals
+from engine.distributed import stop_signals
 from tests.helpers import backend_runs, kit, plain_task
 
 # The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.

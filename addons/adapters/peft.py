@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from src.checkpointing.locate_weights import locate_weights
-from src.checkpointing.model_folder import write_model
-from src.checkpointing.tensor_files import file_name, write_tensors
-from src.config.add_on import AddOn
-from src.config.errors import UsageError, errors_of
-from src.config.fields import option
-from src.config.paths import locate
-from src.training.model_with_loss import ModelWithLoss, tied_names
+from engine.checkpointing.locate_weights import locate_weights
+from engine.checkpointing.model_folder import write_model
+from engine.checkpointing.tensor_files import file_name, write_tensors
+from engine.config.add_on import AddOn
+from engine.config.errors import UsageError, errors_of
+from engine.config.fields import option
+from engine.config.paths import locate
+from engine.loop.model_with_loss import ModelWithLoss, tied_names
 
 ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import UsageError, warn
-from src.config.optimizer_class import BUILT_IN
-from src.config.schema import RunConfig
-from src.distributed.backends import Backend
-from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
-from src.training.memory import optimizer_moments
+from engine.config.errors import UsageError, warn
+from engine.config.optimizer_class import BUILT_IN
+from engine.config.schema import RunConfig
+from engine.distributed.backends import Backend
+from engine.distributed.sharded_tensors import ShardedTensorRef, plain_name
+from engine.loop.memory import optimizer_moments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

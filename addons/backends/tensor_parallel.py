@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.distributed.backends import Backend
-from src.distributed.fsdp2 import FSDP2
-from src.distributed.sharded_tensors import total_norm
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.distributed.backends import Backend
+from engine.distributed.fsdp2 import FSDP2
+from engine.distributed.sharded_tensors import total_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -14,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from src.config.errors import UsageError, did_you_mean
-from src.data.mixture import Mixture, NumbersByRow
-from src.data.prepared_split import Split
-from src.data.raw_rows import RawRows, load_raw_rows
-from src.data.sources import Source
-from src.storage import atomic_folder
-from src.storage.cache_folder import run_once
-from src.tasks.base import Task
+from engine.config.errors import UsageError, did_you_mean
+from engine.data.mixture import Mixture, NumbersByRow
+from engine.data.prepared_split import Split
+from engine.data.raw_rows import RawRows, load_raw_rows
+from engine.data.sources import Source
+from engine.storage import atomic_folder
+from engine.storage.cache_folder import run_once
+from engine.task import Task
 
 ROWS = 1 << 20  # rows that are read at once
 

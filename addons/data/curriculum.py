@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
-from src.config.add_on import AddOn
-from src.config.fields import option
-from src.data.batch_plan import PlanConfig
-from src.data.prepared_split import Split
-from src.data.sources import Source
-from src.tasks.base import Task
+from engine.config.add_on import AddOn
+from engine.config.fields import option
+from engine.data.batch_plan import PlanConfig
+from engine.data.prepared_split import Split
+from engine.data.sources import Source
+from engine.task import Task
 
 LENGTH = "length"  # as curriculum_column: the tokens of a row
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from src.config.add_on import AddOn
-from src.config.errors import warn
-from src.config.fields import option
-from src.data import sources
-from src.data.prepared_split import MEDIA, Split, keep_encoded
-from src.data.raw_rows import RawRows
-from src.data.row_errors import read_rows
-from src.data.sources import Source
-from src.tasks.base import Task
+from engine.config.add_on import AddOn
+from engine.config.errors import warn
+from engine.config.fields import option
+from engine.data import sources
+from engine.data.prepared_split import MEDIA, Split, keep_encoded
+from engine.data.raw_rows import RawRows
+from engine.data.row_errors import read_rows
+from engine.data.sources import Source
+from engine.task import Task
 
 
 @dataclass(frozen=True)

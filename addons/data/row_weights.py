@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
-from src.config.add_on import AddOn
-from src.config.fields import option
-from src.data.batch_plan import PlanConfig
-from src.data.prepared_split import Split
-from src.data.row_order import splitmix64
-from src.data.seeding import derive_seed
-from src.data.sources import Source
-from src.tasks.base import Task
+from engine.config.add_on import AddOn
+from engine.config.fields import option
+from engine.data.batch_plan import PlanConfig
+from engine.data.prepared_split import Split
+from engine.data.row_order import splitmix64
+from engine.data.seeding import derive_seed
+from engine.data.sources import Source
+from engine.task import Task
 
 
 @dataclass(frozen=True, eq=False)

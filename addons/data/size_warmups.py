@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from src.config.add_on import AddOn
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.data.batch_plan import PlanConfig, StepSizes
-from src.tasks.base import Task
+from engine.config.add_on import AddOn
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.data.batch_plan import PlanConfig, StepSizes
+from engine.task import Task
 
 
 @dataclass(frozen=True)

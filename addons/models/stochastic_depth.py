@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from src.config.add_on import AddOn
-from src.config.errors import UsageError
-from src.config.fields import option
+from engine.config.add_on import AddOn
+from engine.config.errors import UsageError
+from engine.config.fields import option
 
 BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multiplied by zero for some rows
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from src.config.addons import load_addon
-from src.config.optimizer_class import normalized
-from src.config.schema import RunConfig
+from engine.config.addons import load_addon
+from engine.config.optimizer_class import normalized
+from engine.config.schema import RunConfig
 
 MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # for the matrices of hidden layers
 STATE_PER_WEIGHT = {"lion": 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from src.config.schema import RunConfig
+from engine.config.schema import RunConfig
 
 STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from addons.streaming import sources
 from addons.streaming.stream import Stream
-from src.config.add_on import AddOn
-from src.config.addons import fields_of_addons_with
-from src.config.fields import option
-from src.data.sources import Source
-from src.tasks.base import Task
+from engine.config.add_on import AddOn
+from engine.config.addons import fields_of_addons_with
+from engine.config.fields import option
+from engine.data.sources import Source
+from engine.task import Task
 
 
 @dataclass(frozen=True)

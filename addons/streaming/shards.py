@@ -11,19 +11,19 @@ import numpy as np
 import pyarrow as pa
 
 from addons.streaming.sources import StreamSource, same_version
-from src.config.errors import UsageError
-from src.data.column_types import join_features, keep_json_text
-from src.data.file_columns import features_of_file, refuse_mixed_types
-from src.data.prepared_split import column_readers, keep_encoded
-from src.data.raw_rows import explain_read_error, refuse_references
-from src.data.row_errors import encode_rows, line_of, read_rows
-from src.data.row_order import permute
-from src.data.seeding import derive_seed
-from src.data.sources import named_files
-from src.storage import http_files
-from src.tasks.base import Task
-from src.text.chat_turns import find_structs
-from src.text.encode_rows import OPTIONAL_COLUMNS
+from engine.config.errors import UsageError
+from engine.data.column_types import join_features, keep_json_text
+from engine.data.file_columns import features_of_file, refuse_mixed_types
+from engine.data.prepared_split import column_readers, keep_encoded
+from engine.data.raw_rows import explain_read_error, refuse_references
+from engine.data.row_errors import encode_rows, line_of, read_rows
+from engine.data.row_order import permute
+from engine.data.seeding import derive_seed
+from engine.data.sources import named_files
+from engine.storage import http_files
+from engine.task import Task
+from engine.text.chat_turns import find_structs
+from engine.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
@@ -172,7 +172,7 @@ class StreamShards:
 
 def _open_dataset(source: StreamSource, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
     """Return the training rows of a folder or Hub dataset, of `columns` only (if given)."""
-    from src.data.builders import load_builder
+    from engine.data.builders import load_builder
 
     _set_up_datasets()
     try:
@@ -191,7 +191,7 @@ def _open_dataset(source: StreamSource, columns: list[str] | None = None, late_c
 
 def _open_file(source: StreamSource, file: str, columns: list[str] | None = None, late_columns: Sequence[str] = ()):
     """Return the raw rows of one file or URL, of `columns` only (if given)."""
-    from src.data.builders import load_builder
+    from engine.data.builders import load_builder
 
     _set_up_datasets()
     options: dict = {}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from src.config.errors import UsageError, one_line
-from src.config.redact import redact_all
-from src.data import sources
-from src.data.sources import Source, at_commit
-from src.storage import http_files, hub
-from src.storage.cache_folder import cache_root, compute_once
+from engine.config.errors import UsageError, one_line
+from engine.config.redact import redact_all
+from engine.data import sources
+from engine.data.sources import Source, at_commit
+from engine.storage import http_files, hub
+from engine.storage.cache_folder import cache_root, compute_once
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder

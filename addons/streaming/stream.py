@@ -19,16 +19,16 @@ import xxhash
 
 from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
-from src.config.errors import UsageError
-from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
-from src.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
-from src.data.row_order import permute
-from src.data.seeding import derive_seed
-from src.tasks.base import Task
+from engine.config.errors import UsageError
+from engine.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
+from engine.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
+from engine.data.row_order import permute
+from engine.data.seeding import derive_seed
+from engine.task import Task
 
 if TYPE_CHECKING:
-    from src.distributed.backends import Backend
-    from src.distributed.host_group import HostGroup
+    from engine.distributed.backends import Backend
+    from engine.distributed.host_group import HostGroup
 
 ENDLESS = 1 << 62  # rows, for the sizes of steps
 GROUPS = 8  # default number of shard groups; lower with few shards or a small global batch

@@ -17,16 +17,16 @@ import xxhash
 from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
-from src.config.errors import UsageError, warn
-from src.config.fields import max_length_option, option
-from src.config.paths import locate
-from src.models.build_model import build_model
-from src.models.config_and_tokenizer import load_text_encoder, model_folder
-from src.runtime.private_apis import known_masks
-from src.storage.jsonl import read_json
-from src.tasks.base import Batch
-from src.text.labels import require_columns
-from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
+from engine.config.errors import UsageError, warn
+from engine.config.fields import max_length_option, option
+from engine.config.paths import locate
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_text_encoder, model_folder
+from engine.process.private_apis import known_masks
+from engine.storage.jsonl import read_json
+from engine.task import Batch
+from engine.text.labels import require_columns
+from engine.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
 TIE = 1e-5  # cosine similarities closer than this are equal

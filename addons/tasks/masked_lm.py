@@ -14,18 +14,18 @@ import numpy as np
 import torch
 import xxhash
 
-from src.config.errors import UsageError
-from src.config.fields import max_length_option, option
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
-from src.models.cross_entropy import CrossEntropy
-from src.models.model_checks import probing
-from src.runtime.private_apis import known_masks
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.encode_rows import Encoder
-from src.text.tokenize_and_pack import pad_columns, padded_length
+from engine import task as base
+from engine.config.errors import UsageError
+from engine.config.fields import max_length_option, option
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
+from engine.models.model_checks import probing
+from engine.process.private_apis import known_masks
+from engine.task import Batch
+from engine.text.encode_rows import Encoder
+from engine.text.tokenize_and_pack import pad_columns, padded_length
+from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.losses.cross_entropy import CrossEntropy
 
 MASK_TOKEN = "<|mask|>"
 MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens (BERT); the rest stays as it is

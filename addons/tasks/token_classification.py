@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
-from src.config.fields import max_length_option, option
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.config_and_tokenizer import load_text_encoder
-from src.models.cross_entropy import ClassCrossEntropy
-from src.runtime.private_apis import known_masks
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.labels import label_ids, labels_of_data, labels_of_model, set_labels
-from src.text.tokenize_and_pack import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
+from engine import task as base
+from engine.config.errors import UsageError
+from engine.config.fields import max_length_option, option
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_text_encoder
+from engine.process.private_apis import known_masks
+from engine.task import Batch
+from engine.text.labels import label_ids, labels_of_data, labels_of_model, set_labels
+from engine.text.tokenize_and_pack import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
+from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.losses.cross_entropy import ClassCrossEntropy
 
 OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from src.config.add_on import AddOn
-from src.config.addons import addon_names, load_addon
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
-from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
-from src.training.techniques import Techniques
-from src.training.train_state import Run
+from engine.config.add_on import AddOn
+from engine.config.addons import addon_names, load_addon
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.loop.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.loop.techniques import Techniques
+from engine.loop.train_state import Run
 
 # compute_gradient of train.py without its first arguments
 Compute = Callable[[StepBatch, StepTotals], StepLosses]

@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
-from src.data.batch_plan import MicroBatch
-from src.data.seeding import seed_everything
-from src.distributed.backends import Backend
-from src.tasks import Batch, Task
+from engine.config.errors import UsageError
+from engine.data.batch_plan import MicroBatch
+from engine.data.seeding import seed_everything
+from engine.distributed.backends import Backend
+from engine.loop.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.task_registry import Batch, Task
 from src.training.evaluation import Part
-from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes

@@ -13,13 +13,13 @@ import torch
 from addons.techniques import TECHNIQUES, Technique
 from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
-from src.config.errors import UsageError, did_you_mean, list_errors
-from src.config.schema import RunConfig
-from src.distributed.backends import Backend
-from src.distributed.sharded_tensors import plain_name, reshard
-from src.training.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
-from src.training.techniques import Techniques
-from src.training.train_state import Run
+from engine.config.errors import UsageError, did_you_mean, list_errors
+from engine.config.schema import RunConfig
+from engine.distributed.backends import Backend
+from engine.distributed.sharded_tensors import plain_name, reshard
+from engine.loop.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.loop.techniques import Techniques
+from engine.loop.train_state import Run
 
 
 def read_techniques(cfg: Any) -> tuple[dict[str, Technique], list[str]]:

@@ -1,13 +1,13 @@
 """Options of a technique: read from the field `techniques`, with defaults, in words.
 
-Tests: tests/addons/techniques/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
+Tests: tests/addons/techniques/test_technique_chain.py, tests/engine/checkpointing/test_run_identity.py.
 """
 
 from typing import Any
 
 from addons.techniques import Technique
-from src.config.errors import did_you_mean
-from src.config.fields import declared_options, read_value
+from engine.config.errors import did_you_mean
+from engine.config.fields import declared_options, read_value
 
 
 def read_options(kind: type[Technique], given: Any) -> Technique:

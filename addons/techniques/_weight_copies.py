@@ -5,10 +5,10 @@ Tests: tests/addons/techniques/test_averages.py.
 
 import torch
 
-from src.distributed.running_statistics import persistent_buffers
-from src.distributed.sharded_tensors import local_part, plain_name
-from src.runtime import private_apis
-from src.training.train_state import Run
+from engine.distributed.running_statistics import persistent_buffers
+from engine.distributed.sharded_tensors import local_part, plain_name
+from engine.loop.train_state import Run
+from engine.process import private_apis
 
 Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
 

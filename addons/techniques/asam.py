@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques.sam import SAM
-from src.config.fields import option
+from engine.config.fields import option
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from addons.techniques import Technique
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
 
 
 @dataclass(eq=False)

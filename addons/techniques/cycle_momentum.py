@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Technique
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
 
 
 @dataclass(eq=False)

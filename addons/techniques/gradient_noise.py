@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from addons.techniques import Technique
-from src.config.fields import option
-from src.data.batch_plan import derive_seed
-from src.distributed.sharded_tensors import plain_name
+from engine.config.fields import option
+from engine.data.batch_plan import derive_seed
+from engine.distributed.sharded_tensors import plain_name
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Technique
-from src.config.fields import option
-from src.distributed.sharded_tensors import gather_full
+from engine.config.fields import option
+from engine.distributed.sharded_tensors import gather_full
 from src.training.optimizers import matching, named_parameters
 
 VALUES = ("grad_norm", "weight_norm", "update_ratio")

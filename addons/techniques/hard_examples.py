@@ -14,12 +14,12 @@ import torch
 
 from addons.techniques import Compute, Technique
 from addons.techniques._batch_loss import Vectors, batch_loss_gradient
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
-from src.data.seeding import seed_everything
-from src.tasks import Task
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.data.seeding import seed_everything
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.task_registry import Task
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 
@@ -75,7 +75,7 @@ class HardestRows:
     """The loss of the hardest rows as a loss over the global batch, as BatchLossTask has it.
 
     The task's `row_losses(model, inputs)` returns `loss` and `weight` of each row in training, (rows,), which add up to
-    the `loss` that its `loss` returns and to the batch's weight; src/models/chunked_cross_entropy.py computes them for a
+    the `loss` that its `loss` returns and to the batch's weight; src/losses/chunked_cross_entropy.py computes them for a
     cross-entropy."""
 
     def __init__(self, task: Task, share: float):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Compute, Technique
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques import Compute, Technique
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
-from src.training.model_with_loss import ModelWithLoss
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Compute, Technique
-from src.config.fields import option
-from src.distributed.sharded_tensors import total_norm
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.fields import option
+from engine.distributed.sharded_tensors import total_norm
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 

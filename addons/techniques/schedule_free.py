@@ -6,12 +6,12 @@ import torch
 
 from addons.techniques import Compute, Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.optimizer_class import arguments_of_fields, find_optimizer
-from src.config.schema import RunConfig
-from src.distributed.sharded_tensors import reshard
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.optimizer_class import arguments_of_fields, find_optimizer
+from engine.config.schema import RunConfig
+from engine.distributed.sharded_tensors import reshard
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -6,8 +6,8 @@ import torch
 
 from addons.techniques import Technique
 from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
-from src.config.errors import UsageError
-from src.config.fields import option
+from engine.config.errors import UsageError
+from engine.config.fields import option
 
 
 @dataclass(eq=False)

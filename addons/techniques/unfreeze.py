@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Compute, Technique
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.config.schema import RunConfig
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
 from src.training.optimizers import first_match, named_parameters
-from src.training.step_totals import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

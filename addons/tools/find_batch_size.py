@@ -7,26 +7,26 @@ processes of the accelerate file, and writes nothing. Tests: tests/addons/tools/
 import gc
 from dataclasses import replace
 
-import src
+from engine import startup
 
 if __name__ == "__main__":
-    src.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
+    startup.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
 
 # isort: split
 import torch
 
-from src.checkpointing.locate_weights import init_weights
-from src.config import parsing, validation
-from src.config.errors import UsageError
-from src.data import dataset
-from src.data.prepared_split import Split
-from src.distributed import backends
-from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.runtime import exit_codes
-from src.runtime.exit_codes import run_main
-from src.tasks import OPTIONS, Task, make_task
+from engine.checkpointing.locate_weights import init_weights
+from engine.config import parsing, validation
+from engine.config.errors import UsageError
+from engine.data import dataset
+from engine.data.prepared_split import Split
+from engine.distributed import backends
+from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.loop.techniques import make_techniques
+from engine.process import exit_codes
+from engine.process.exit_codes import run_main
+from engine.task_registry import OPTIONS, Task, make_task
 from src.training import optimizers
-from src.training.techniques import make_techniques
 from src.training.training_model import build_model
 
 MOMENTS = 2  # tensors that AdamW keeps for each trained weight; others keep fewer

@@ -16,24 +16,24 @@ from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
-import src
+from engine import startup
 
 if __name__ == "__main__":
-    src.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
+    startup.begin(has_help=False)  # before the slow imports below: Ctrl-C ends it at once
 
 # isort: split
 import train
-from src.checkpointing.checkpointer import Checkpointer
-from src.config import parsing, validation
-from src.config.errors import Failure, Stopped, UsageError
-from src.config.fields import AS_GIVEN, declared_options, option, read_words
-from src.data import dataset
-from src.distributed import stop_signals
-from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.runtime.exit_codes import run_main
-from src.storage import atomic_folder, jsonl
-from src.storage.jsonl import strict_json
-from src.tasks import OPTIONS, make_task
+from engine.checkpointing.checkpointer import Checkpointer
+from engine.config import parsing, validation
+from engine.config.errors import Failure, Stopped, UsageError
+from engine.config.fields import AS_GIVEN, declared_options, option, read_words
+from engine.data import dataset
+from engine.distributed import stop_signals
+from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.process.exit_codes import run_main
+from engine.storage import atomic_folder, jsonl
+from engine.storage.jsonl import strict_json
+from engine.task_registry import OPTIONS, make_task
 
 DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest
 

@@ -17,13 +17,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from src.config.addons import addon_names
-from src.config.errors import UsageError, did_you_mean
-from src.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
-from src.runtime.exit_codes import run_main
-from src.tasks import OPTIONS
+from engine.config.addons import addon_names
+from engine.config.errors import UsageError, did_you_mean
+from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
+from engine.process.exit_codes import run_main
+from engine.task_registry import OPTIONS
 
 CODE = (
+    "engine/",
     "src/",
     "addons/",
     "configs/",
@@ -197,7 +198,7 @@ def without_missing(page: str, copied: set[str], left_out: set[str], targets: se
     is_code = is_going = has_dropped = False
     for line in page.splitlines():
         paths = re.findall(
-            r"(?<![\w/.-])((?:src|addons|tests|configs|samples|benchmarks|docs)/(?:[\w/.]*[\w/])?)", line
+            r"(?<![\w/.-])((?:engine|src|addons|tests|configs|samples|benchmarks|docs)/(?:[\w/.]*[\w/])?)", line
         )
         names_missing = any(is_missing(path, copied, left_out) for path in paths)
         names_missing |= not targets.isdisjoint(re.findall(r"\bmake ([a-z-]+)", line))

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from src.config.errors import UsageError
-from src.config.paths import path_of_flag
-from src.config.schema import RunConfig, best_by
-from src.runtime.exit_codes import run_main
-from src.storage import jsonl
-from src.storage.atomic_folder import rewrite
-from src.storage.jsonl import read_json
+from engine.config.errors import UsageError
+from engine.config.paths import path_of_flag
+from engine.config.schema import RunConfig, best_by
+from engine.process.exit_codes import run_main
+from engine.storage import jsonl
+from engine.storage.atomic_folder import rewrite
+from engine.storage.jsonl import read_json
 
 FIGURES = [  # title, label of the y-axis ({unit}: what the task counts), {kind of line in metrics.jsonl: key}
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.config.add_on import AddOn
-from src.config.errors import one_line, warn
-from src.config.fields import option
-from src.storage.verify_hashes import MANIFEST, read_manifest
+from engine.config.add_on import AddOn
+from engine.config.errors import one_line, warn
+from engine.config.fields import option
+from engine.storage.verify_hashes import MANIFEST, read_manifest
 
 SILENCE = 120  # seconds to wait for the next byte from the Hub
 

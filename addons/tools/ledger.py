@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from src.config import parsing
-from src.config.errors import UsageError
-from src.config.paths import path_of_flag
-from src.data.batch_plan import PlanConfig, hash_ids, plan
-from src.data.data_loader import plan_config
-from src.data.dataset import prepare_datasets
-from src.reporting.run_logger import LEDGER, OF_CORE, hash_text
-from src.runtime.exit_codes import run_main
-from src.storage import jsonl
-from src.tasks import OPTIONS, make_task
+from engine.config import parsing
+from engine.config.errors import UsageError
+from engine.config.paths import path_of_flag
+from engine.data.batch_plan import PlanConfig, hash_ids, plan
+from engine.data.data_loader import plan_config
+from engine.data.dataset import prepare_datasets
+from engine.process.exit_codes import run_main
+from engine.storage import jsonl
+from engine.task_registry import OPTIONS, make_task
+from src.training.run_logger import LEDGER, OF_CORE, hash_text
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:

@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from src.config import parsing, validation
-from src.config.errors import UsageError
-from src.config.paths import path_of_flag
-from src.data import data_loader, dataset
-from src.data.batch_plan import training_order
-from src.data.prepared_split import data_notes, format_stats
-from src.models.cross_entropy import IGNORED
-from src.runtime.exit_codes import run_main
-from src.storage.atomic_folder import rewrite
-from src.tasks import OPTIONS, Task, causal_lm, make_task
+from engine.config import parsing, validation
+from engine.config.errors import UsageError
+from engine.config.paths import path_of_flag
+from engine.data import data_loader, dataset
+from engine.data.batch_plan import training_order
+from engine.data.prepared_split import data_notes, format_stats
+from engine.process.exit_codes import run_main
+from engine.storage.atomic_folder import rewrite
+from engine.task_registry import OPTIONS, Task, make_task
+from src.losses.cross_entropy import IGNORED
+from src.tasks import causal_lm
 
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>preview</title><style>:root { color-scheme: light dark } body { max-width: 60em; margin: 2em auto; padding: 0 1em }

@@ -5,7 +5,7 @@ A row is one of
     {"messages": [{"role": "user", "content": "…"}, …]}  loss on the assistant's turns
     {"prompt": "…", "completion": "…"}                   loss on the completion
     {"input_ids": [5, 6, …], "labels": [-100, 6, …]}     used as it is; labels are optional, -100 is ignored
-Tests: tests/tasks/test_causal_lm.py.
+Tests: tests/src/tasks/test_causal_lm.py.
 """
 
 import math
@@ -16,28 +16,28 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from src.config.errors import UsageError, errors_of
-from src.config.fields import AS_GIVEN, max_length_option, option
-from src.config.paths import locate
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
-from src.models.compile_and_recompute import shapes_repeat
-from src.models.config_and_tokenizer import (
+from engine import task as base
+from engine.config.errors import UsageError, errors_of
+from engine.config.fields import AS_GIVEN, max_length_option, option
+from engine.config.paths import locate
+from engine.models.build_model import build_model
+from engine.models.compile_and_recompute import shapes_repeat
+from engine.models.config_and_tokenizer import (
     check_fit,
     load_config,
     load_tokenizer,
     tokenizer_fingerprint,
     vocabulary_size,
 )
-from src.models.cross_entropy import CrossEntropy
-from src.models.model_checks import check_packing_and_choose_kernel, has_plain_lm_head
-from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
-from src.models.varlen_attention import takes_lengths, use_in
-from src.runtime.private_apis import attention_kernel
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.encode_rows import Encoder
-from src.text.tokenize_and_pack import IGNORED, document_lengths, pack, packed_positions, padded_length
+from engine.models.model_checks import check_packing_and_choose_kernel, has_plain_lm_head
+from engine.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
+from engine.models.varlen_attention import takes_lengths, use_in
+from engine.process.private_apis import attention_kernel
+from engine.task import Batch
+from engine.text.encode_rows import Encoder
+from engine.text.tokenize_and_pack import IGNORED, document_lengths, pack, packed_positions, padded_length
+from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
+from src.losses.cross_entropy import CrossEntropy
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Text classification or regression with any encoder, and metrics such as F1 or the Pearson correlation.
 
 A row is {"text": "…", "label": "spam"}. The label is a name, an integer or a bool; with --regression true a number.
-With --text_pair_column a row has a second text. Tests: tests/tasks/test_text_classification.py.
+With --text_pair_column a row has a second text. Tests: tests/src/tasks/test_text_classification.py.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.fields import AS_GIVEN, max_length_option, option
-from src.models import cross_entropy
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.config_and_tokenizer import load_text_encoder
-from src.models.metrics import check_metrics, compute_metrics
-from src.runtime.private_apis import known_masks
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text import labels as class_labels
-from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
+from engine import task as base
+from engine.config.fields import AS_GIVEN, max_length_option, option
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_text_encoder
+from engine.process.private_apis import known_masks
+from engine.task import Batch
+from engine.text import labels as class_labels
+from engine.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
+from src.losses import cross_entropy
+from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass

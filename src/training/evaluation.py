@@ -1,6 +1,6 @@
 """Evaluation: every example exactly once, with bitwise the same result on any number of processes.
 
-Tests: tests/training/test_evaluation.py and tests/conformance/.
+Tests: tests/src/training/test_evaluation.py and tests/conformance/.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, evaluation_order
-from src.data.data_loader import read_batches
-from src.data.seeding import seed_everything
-from src.distributed.backends import Backend
-from src.distributed.host_group import run_on_main
-from src.distributed.stop_signals import StopSignals
-from src.runtime import console
-from src.tasks import Batch, Task
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.data.batch_plan import MicroBatch, evaluation_order
+from engine.data.data_loader import read_batches
+from engine.data.seeding import seed_everything
+from engine.distributed.backends import Backend
+from engine.distributed.host_group import run_on_main
+from engine.distributed.stop_signals import StopSignals
+from engine.process import console
+from engine.task_registry import Batch, Task
 from src.training.training_model import has_few_shapes
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host

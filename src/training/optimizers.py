@@ -1,7 +1,7 @@
 """Optimizers by name, with their parameter groups: frozen parameters, rates and weight decay by name pattern.
 
-src/config/optimizer_class.py finds the class or the add-on. A pattern is a whole name, as checkpoints hold it, in which
-`*` stands for any text: `*.attn.*`. Tests: tests/training/test_optimizers.py, tests/training/test_parameter_groups.py.
+engine/config/optimizer_class.py finds the class or the add-on. A pattern is a whole name, as checkpoints hold it, in which
+`*` stands for any text: `*.attn.*`. Tests: tests/src/training/test_optimizers.py, tests/src/training/test_parameter_groups.py.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean, errors_of
-from src.config.optimizer_class import find_optimizer, optimizer_arguments
-from src.config.schema import RunConfig
-from src.distributed.sharded_tensors import plain_name
-from src.training.model_with_loss import ModelWithLoss
+from engine.config.errors import UsageError, did_you_mean, errors_of
+from engine.config.optimizer_class import find_optimizer, optimizer_arguments
+from engine.config.schema import RunConfig
+from engine.distributed.sharded_tensors import plain_name
+from engine.loop.model_with_loss import ModelWithLoss
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam)  # these can skip an update on the device
 

@@ -1,6 +1,6 @@
 """Learning-rate schedule as a function of completed updates, and the number of steps of a run.
 
-A schedule of your own is one file in addons/schedules/. Tests: tests/training/test_schedules.py.
+A schedule of your own is one file in addons/schedules/. Tests: tests/src/training/test_schedules.py.
 """
 
 import math
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from src.config.addons import follows_evaluations, schedule_addon
-from src.config.errors import errors_of
-from src.config.schema import RunConfig
-from src.data.batch_plan import sizes_of_run
+from engine.config.addons import follows_evaluations, schedule_addon
+from engine.config.errors import errors_of
+from engine.config.schema import RunConfig
+from engine.data.batch_plan import sizes_of_run
 
 
 def total_steps(cfg: RunConfig, examples: int) -> int:

@@ -1,6 +1,6 @@
 """The model that is trained: built, changed by techniques, compiled; kernels of matrix products and attention.
 
-Tests: tests/training/test_step.py and tests/conformance/.
+Tests: tests/src/test_step.py and tests/conformance/.
 """
 
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from src.config.errors import warn
-from src.config.schema import RunConfig
-from src.distributed.backends import Backend
-from src.models.compile_and_recompute import compile_and_recompute
-from src.tasks import Task
-from src.training.model_with_loss import ModelWithLoss
+from engine.config.errors import warn
+from engine.config.schema import RunConfig
+from engine.distributed.backends import Backend
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.models.compile_and_recompute import compile_and_recompute
+from engine.task_registry import Task
 
 
 def build_model(

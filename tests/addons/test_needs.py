@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from src.config.addons import ADDONS, addon_names
-from src.config.paths import REPOSITORY
+from engine.config.addons import ADDONS, addon_names
+from engine.config.paths import REPOSITORY
 
 TESTS = REPOSITORY / "tests" / "addons"
 ONE_ADDON = {"streaming"}  # a folder of addons/ that is one add-on, not a room of them

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from src.config.addons import ADDONS, addon_names
+from engine.config.addons import ADDONS, addon_names
 from tests.helpers import kit
 
 ROOMS = sorted(path.name for path in ADDONS.iterdir() if path.is_dir() and not path.name.startswith("__"))

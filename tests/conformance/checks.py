@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.data.seeding import seed_everything
-from src.tasks import Task
+from engine.data.seeding import seed_everything
+from engine.task_registry import Task
 from tests.conformance.host_reads import HostReads
 
 ROWS = 10

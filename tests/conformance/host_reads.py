@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.runtime.private_apis import replaced
+from engine.process.private_apis import replaced
 from tests.helpers import kit
 
 # Methods of Tensor that return values to Python. On a CPU most of them reach no operation of torch.
@@ -27,9 +27,9 @@ LIBRARIES = (
 )
 # What is read on purpose here, or in a function that is called from here, is on the host, or ready.
 ON_PURPOSE = {
-    ("src/data/data_loader.py", "collate"),  # rows
-    ("src/training/meter.py", "sum_over_ranks"),  # counts, which were summed on the host
-    ("src/training/train_state.py", "was_skipped"),  # the last update: the next gradient is queued already
+    ("engine/data/data_loader.py", "collate"),  # rows
+    ("engine/loop/meter.py", "sum_over_ranks"),  # counts, which were summed on the host
+    ("engine/loop/train_state.py", "was_skipped"),  # the last update: the next gradient is queued already
 }
 
 

@@ -7,7 +7,7 @@ Switch dropout off. 203 rows to train on and 31 to evaluate on give the suite an
 
 import numpy as np
 
-from src.tasks import OPTIONS
+from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
 BERT = {

@@ -5,8 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from src.config.errors import Failure
-from src.training.task_checks import check_collate, check_loss
+from engine.config.errors import Failure
+from engine.tools.task_checks import check_collate, check_loss
 from tests.conformance import checks, mutants
 from tests.conformance.host_reads import host_reads
 from tests.conformance.test_task import open_task

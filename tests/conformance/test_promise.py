@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import train
-from src.data import seeding
-from src.training.step_totals import StepLosses
+from engine.data import seeding
+from engine.loop.step_totals import StepLosses
 from tests.helpers import kit
-from tests.training import test_step
+from tests.src import test_step
 
 pytestmark = pytest.mark.conformance
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import yaml
 
-from src.config import parsing
-from src.data.dataset import prepare_datasets
-from src.tasks import MODULES, OPTIONS, make_task
-from src.training.task_checks import check_collate, check_loss
+from engine.config import parsing
+from engine.data.dataset import prepare_datasets
+from engine.task_registry import MODULES, OPTIONS, make_task
+from engine.tools.task_checks import check_collate, check_loss
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 

@@ -19,15 +19,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import train
-from src.checkpointing.async_writer import HostCopy
-from src.config.schema import RunConfig
-from src.distributed.backends import Backend
-from src.models import chunked_cross_entropy
-from src.models.cross_entropy import PLAIN, CrossEntropy
-from src.models.varlen_attention import document_bounds, varlen_attention
-from src.runtime.private_apis import attention_kernel
+from engine.checkpointing.async_writer import HostCopy
+from engine.config.schema import RunConfig
+from engine.distributed.backends import Backend
+from engine.models.varlen_attention import document_bounds, varlen_attention
+from engine.process.private_apis import attention_kernel
+from src.losses import chunked_cross_entropy
+from src.losses.cross_entropy import PLAIN, CrossEntropy
 from tests.helpers import kit
-from tests.models.test_chunked_cross_entropy import linear_sums
+from tests.src.losses.test_chunked_cross_entropy import linear_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -240,7 +240,7 @@ def test_a_classifier_trains_in_bf16_and_smoke_passes(files, tmp_path):
     flags = kit.flags(**values | {"logging_steps": 1, "learning_rate": 1e-3})
     run, on_cpu = launched(tmp_path / "run", flags, "bf16"), launched(tmp_path / "cpu", flags, config="cpu")
     assert losses_agree(run, on_cpu, 2e-2)
-    smoke = [sys.executable, "-m", "src.tools.smoke", *launcher("bf16", "gpu"), str(kit.REPOSITORY / "train.py")]
+    smoke = [sys.executable, "-m", "engine.tools.smoke", *launcher("bf16", "gpu"), str(kit.REPOSITORY / "train.py")]
     text = output([*smoke, *flags, "--output_dir", str(tmp_path / "smoke")], limit=450)  # three launches
     assert text.rstrip().endswith("because kernels on cuda may add in any order\nsmoke: passed")
 
@@ -310,7 +310,7 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
 
 
 def test_memory_is_allocated_in_expandable_segments():
-    """Rows of many lengths would leave gaps in others. tests/training/test_step.py: unless the user decides."""
+    """Rows of many lengths would leave gaps in others. tests/src/test_step.py: unless the user decides."""
     program = (
         "import src, torch; torch.zeros(1, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
     )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing import checkpoint_folder
-from src.storage import verify_hashes
+from engine.checkpointing import checkpoint_folder
+from engine.storage import verify_hashes
 from tests.helpers import kit
 
 

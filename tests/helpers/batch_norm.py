@@ -4,7 +4,7 @@ import torch
 from transformers import BertConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from src.models.build_model import build_model
+from engine.models.build_model import build_model
 from tests.helpers import classifier_task, kit
 
 

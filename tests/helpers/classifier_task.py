@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.models.build_model import build_model
-from src.models.config_and_tokenizer import load_config
-from src.tasks import base
-from src.tasks.base import Batch
+from engine import task as base
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_config
+from engine.task import Batch
 from tests.helpers import kit, plain_task
 
 NAME = "classifier"

@@ -14,7 +14,7 @@ from tests.helpers.runs import Run
 
 
 def _command(script, argv, folder, leads_group=False):
-    from src.runtime.exit_codes import run_main
+    from engine.process.exit_codes import run_main
 
     if leads_group:
         os.setpgrp()

@@ -168,7 +168,7 @@ def adopt(environment: dict[str, str]) -> None:
     import datasets.config
     from huggingface_hub import constants, hf_api
 
-    from src.storage import cache_folder
+    from engine.storage import cache_folder
 
     cache_folder.STARTED = time.time()  # as in a new process
 

@@ -2,7 +2,7 @@
 
 The whole job gets SIGKILL at any moment: while it starts, trains, evaluates, copies, writes, renames or prunes. At the end
 the weights must be equal to the last bit, no line of metrics.jsonl missing, repeated or different, and every step of the
-ledger that of the plan. `make storm` runs it on any task. Tests: tests/checkpointing/test_kill_storm.py.
+ledger that of the plan. `make storm` runs it on any task. Tests: tests/engine/checkpointing/test_kill_storm.py.
 """
 
 import random
@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from src.storage import verify_hashes
+from engine.storage import verify_hashes
 from tests.helpers import kit
 
 
 def _train(argv: list[str]) -> None:
-    from src.runtime.exit_codes import run_main
+    from engine.process.exit_codes import run_main
 
     sys.argv = ["train.py", *argv]
     run_main(__import__("train").main)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 import train
-from src.checkpointing import async_writer
+from engine.checkpointing import async_writer
 from tests.helpers import kit
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.config.fields import option
-from src.models.build_model import build_plain_model, saved_config
-from src.tasks import MODULES, OPTIONS, base
-from src.tasks.base import Batch
+from engine import task as base
+from engine.config.fields import option
+from engine.models.build_model import build_plain_model, saved_config
+from engine.task import Batch
+from engine.task_registry import MODULES, OPTIONS
 from tests.helpers import kit
 
 NAME = "plain"

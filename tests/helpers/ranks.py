@@ -19,8 +19,8 @@ import torch
 import torch.multiprocessing
 import yaml
 
-import src
-from src.runtime import private_apis
+from engine import startup
+from engine.process import private_apis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
@@ -105,7 +105,7 @@ def _enter(rank, world, port, out, target, args, env):
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test of this pytest process may have made one
     if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
         private_apis.shard_over_gloo()
-    src.LAUNCHER_PID = os.getppid()  # normally set when the process imports src
+    startup.LAUNCHER_PID = os.getppid()  # normally set when the process imports engine/startup.py
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)

@@ -3,7 +3,7 @@
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from src.models.build_model import build_model
+from engine.models.build_model import build_model
 from tests.helpers import classifier_task, kit
 from tests.helpers.batch_norm import TinyClassifier
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from src.data.batch_plan import PlanConfig, hash_ids, plan
-from src.reporting.run_logger import hash_text
+from engine.data.batch_plan import PlanConfig, hash_ids, plan
+from src.training.run_logger import hash_text
 
 
 def last_step(folder) -> int:

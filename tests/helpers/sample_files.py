@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from src.storage import cache_folder
+from engine.storage import cache_folder
 
 
 def add_sample(name: str, code: str, folder: Path, monkeypatch) -> ModuleType:
-    """Write samples/NAME.py with this code in `folder`, the only one that src/ then sees; return its module."""
+    """Write samples/NAME.py with this code in `folder`, the only one that engine/ then sees; return its module."""
     file = folder / "samples" / f"{name}.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text(code)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import train
-from src.checkpointing import checkpoint_folder
-from src.runtime import run_status
-from src.storage import verify_hashes
+from engine.checkpointing import checkpoint_folder
+from engine.process import run_status
+from engine.storage import verify_hashes
 from tests.helpers import kit
 
 MAX_STEPS = 100

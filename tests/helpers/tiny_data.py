@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from src.config import validation
-from src.config.paths import REPOSITORY
-from src.tasks import OPTIONS
+from engine.config import validation
+from engine.config.paths import REPOSITORY
+from engine.task_registry import OPTIONS
 
 LLAMA = {
     "model_type": "llama",
@@ -89,9 +89,9 @@ def flags(**fields) -> list[str]:
 
 def open_data(**fields):
     """Return (task, its prepared splits), opened as train.py opens them."""
-    from src.config import parsing
-    from src.data import dataset
-    from src.tasks import make_task
+    from engine.config import parsing
+    from engine.data import dataset
+    from engine.task_registry import make_task
 
     run, options = parsing.parse(flags(**fields), OPTIONS)
     validation.check(run, options)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.config.errors import UsageError
-from src.storage.cache_folder import sample_folder
+from engine.config.errors import UsageError
+from engine.storage.cache_folder import sample_folder
 from tests.helpers.sample_files import add_sample
 
 PLAIN = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.storage import cache_folder as samples
 from samples import _stdlib, stdlib_code
-from src.storage import cache_folder as samples
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from src.config.addons import addon_names
-from src.config.errors import UsageError
-from src.models.metrics import BUILT_IN
+from engine.config.addons import addon_names
+from engine.config.errors import UsageError
+from src.losses.metrics import BUILT_IN
 
 SHIPPED = "metrics/evaluate"  # this folder
 

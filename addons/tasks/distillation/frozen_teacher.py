@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import UsageError
-from src.config.paths import locate
-from src.config.schema import RunConfig
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, score_tokens
-from src.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
-from src.models.model_checks import check_packing, has_plain_lm_head
-from src.runtime import private_apis
-from src.storage import hub
-from src.storage.cache_folder import cache_root, compute_once
-from src.storage.verify_hashes import hash_file
+from engine.config.errors import UsageError
+from engine.config.paths import locate
+from engine.config.schema import RunConfig
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
+from engine.models.model_checks import check_packing, has_plain_lm_head
+from engine.process import private_apis
+from engine.storage import hub
+from engine.storage.cache_folder import cache_root, compute_once
+from engine.storage.verify_hashes import hash_file
+from src.losses.chunked_cross_entropy import Scored, score_tokens
 from src.tasks import causal_lm
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from src.models.chunked_cross_entropy import Scored, chunk_rows, recomputed
-from src.models.cross_entropy import at_least_float32
+from src.losses.chunked_cross_entropy import Scored, chunk_rows, recomputed
+from src.losses.cross_entropy import at_least_float32
 
 
 def token_log_probs(scored: Scored, targets: torch.Tensor) -> torch.Tensor:

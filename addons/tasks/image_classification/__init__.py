@@ -18,16 +18,23 @@ from addons.tasks.image_classification.image_processor import (
     read_image_processor,
     stack,
 )
-from src.config.errors import warn
-from src.config.fields import AS_GIVEN, option
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
-from src.models.metrics import check_metrics, compute_metrics
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, require_one_label, set_labels
+from engine import task as base
+from engine.config.errors import warn
+from engine.config.fields import AS_GIVEN, option
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import load_config
+from engine.task import Batch
+from engine.text.labels import (
+    label_ids,
+    labels_of_data,
+    labels_of_model,
+    require_columns,
+    require_one_label,
+    set_labels,
+)
+from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.losses.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
+from src.losses.metrics import check_metrics, compute_metrics
 
 HEAD = "ImageClassification"
 # Modules that may be new in a pretrained model, also in those of timm.

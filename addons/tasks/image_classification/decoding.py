@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from addons.tasks.image_classification.decoding import MODES
-from src.config.errors import UsageError, warn
-from src.config.fields import option
-from src.config.schema import RunConfig
-from src.models.config_and_tokenizer import model_folder
-from src.models.cross_entropy import ClassCrossEntropy
+from engine.config.errors import UsageError, warn
+from engine.config.fields import option
+from engine.config.schema import RunConfig
+from engine.models.config_and_tokenizer import model_folder
+from src.losses.cross_entropy import ClassCrossEntropy
 
 if TYPE_CHECKING:
     from PIL.Image import Image

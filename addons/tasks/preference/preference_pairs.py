@@ -6,10 +6,10 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 from typing import Any
 
-from src.config.errors import UsageError
-from src.text.chat_turns import find_structs
-from src.text.encode_rows import Encoder
-from src.text.tokenize_and_pack import IGNORED, require_text
+from engine.config.errors import UsageError
+from engine.text.chat_turns import find_structs
+from engine.text.encode_rows import Encoder
+from engine.text.tokenize_and_pack import IGNORED, require_text
 
 SIDES = ("chosen", "rejected")
 

@@ -19,15 +19,15 @@ from addons.tasks.image_classification.decoding import open_image, read_image
 from addons.tasks.image_classification.image_processor import ImageOptions, normalize, read_image_processor
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
-from src.config.errors import UsageError
-from src.config.fields import option
-from src.models.build_model import build_model, build_plain_model, saved_config
-from src.models.chunked_cross_entropy import sums_from_logits
-from src.models.config_and_tokenizer import load_config
-from src.models.cross_entropy import at_least_float32
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.labels import labels_of_model, require_columns, set_labels
+from engine import task as base
+from engine.config.errors import UsageError
+from engine.config.fields import option
+from engine.models.build_model import build_model, build_plain_model, saved_config
+from engine.models.config_and_tokenizer import load_config
+from engine.task import Batch
+from engine.text.labels import labels_of_model, require_columns, set_labels
+from src.losses.chunked_cross_entropy import sums_from_logits
+from src.losses.cross_entropy import at_least_float32
 
 HEAD = "SemanticSegmentation"
 NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may be new in a pretrained model

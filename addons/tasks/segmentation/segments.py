@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from addons.tasks.image_classification.decoding import file_bytes, open_file
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_decoder_head, score_labels
-from src.config.errors import UsageError
-from src.config.fields import AS_GIVEN, option
-from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
-from src.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
-from src.models.cross_entropy import CrossEntropy
-from src.models.metrics import check_metrics, compute_metrics
-from src.runtime.private_apis import known_masks
-from src.tasks import base
-from src.tasks.base import Batch
-from src.text.labels import require_columns
-from src.text.tokenize_and_pack import IGNORED, padded_length, require_text, tokenize_truncated
+from engine import task as base
+from engine.config.errors import UsageError
+from engine.config.fields import AS_GIVEN, option
+from engine.models.build_model import build_model
+from engine.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
+from engine.process.private_apis import known_masks
+from engine.task import Batch
+from engine.text.labels import require_columns
+from engine.text.tokenize_and_pack import IGNORED, padded_length, require_text, tokenize_truncated
+from src.losses.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
+from src.losses.cross_entropy import CrossEntropy
+from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from src.distributed.sharded_tensors import is_partial
-from src.models.chunked_cross_entropy import Scored
-from src.models.model_checks import is_plain_head
-from src.text.tokenize_and_pack import IGNORED
+from engine.distributed.sharded_tensors import is_partial
+from engine.models.model_checks import is_plain_head
+from engine.text.tokenize_and_pack import IGNORED
+from src.losses.chunked_cross_entropy import Scored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel

@@ -9,12 +9,12 @@ import yaml
 from safetensors.torch import save_file
 
 from addons.adapters import peft as addon
-from src.checkpointing import model_folder
-from src.checkpointing.locate_weights import init_weights
-from src.config.addons import run_config
-from src.config.errors import UsageError
-from src.distributed import fsdp2
-from src.training.model_with_loss import ModelWithLoss
+from engine.checkpointing import model_folder
+from engine.checkpointing.locate_weights import init_weights
+from engine.config.addons import run_config
+from engine.config.errors import UsageError
+from engine.distributed import fsdp2
+from engine.loop.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
 

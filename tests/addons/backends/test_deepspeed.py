@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import train
 from addons.backends import deepspeed
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.training.step_totals import StepTotals
-from tests.distributed import test_unused_parameters as unused
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.loop.step_totals import StepTotals
+from tests.engine.distributed import test_unused_parameters as unused
 from tests.helpers import classifier_task, kit, plain_task, routed_model
 from tests.helpers.backend_runs import check_same_run, recipe, where
 

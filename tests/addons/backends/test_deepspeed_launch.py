@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from addons.backends import deepspeed
-from src.config import addons
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.distributed import backend_checks, backends
-from src.training import memory
+from engine.config import addons
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.distributed import backend_checks, backends
+from engine.loop import memory
 from tests.helpers import kit
 
 

@@ -11,10 +11,10 @@ import torch.distributed.tensor.parallel  # once, not in every process
 from torch.distributed.tensor import DTensor
 
 import train
-from src.distributed import sharded_tensors
-from src.distributed.host_group import HostGroup
-from src.runtime import private_apis
-from src.training.step_totals import StepTotals
+from engine.distributed import sharded_tensors
+from engine.distributed.host_group import HostGroup
+from engine.loop.step_totals import StepTotals
+from engine.process import private_apis
 from tests.helpers import kit
 from tests.helpers.backend_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 

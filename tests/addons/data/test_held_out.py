@@ -9,10 +9,10 @@ import pytest
 
 from addons.data import held_out
 from addons.data._row_numbers import Column
-from src.config.errors import UsageError
-from src.data import prepare
-from src.data.prepared_split import repeated
-from tests.data.test_media import Pictures, opened
+from engine.config.errors import UsageError
+from engine.data import prepare
+from engine.data.prepared_split import repeated
+from tests.engine.data.test_media import Pictures, opened
 from tests.helpers import images, kit
 
 SHARE = 0.2

@@ -14,10 +14,10 @@ from addons.data._row_numbers import Column
 from addons.data.curriculum import EasyToHard
 from addons.data.row_weights import WeightedDraws
 from addons.data.size_warmups import Ramp, WarmupSizes
-from src.config.errors import UsageError
-from src.data import data_loader
-from src.data.batch_plan import PlanConfig, StepSizes, plan
-from src.data.row_order import permute
+from engine.config.errors import UsageError
+from engine.data import data_loader
+from engine.data.batch_plan import PlanConfig, StepSizes, plan
+from engine.data.row_order import permute
 from tests.helpers import kit, technique_runs
 
 ledger = pytest.importorskip("addons.tools.ledger", reason="this fork has no addons/tools/ledger.py")

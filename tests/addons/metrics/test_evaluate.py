@@ -6,8 +6,8 @@ import pytest
 
 from addons.metrics.evaluate import load_metric
 from addons.metrics.evaluate.exact_match import ExactMatch
-from src.config.errors import UsageError
-from src.models.metrics import check_metrics, compute_metrics
+from engine.config.errors import UsageError
+from src.losses.metrics import check_metrics, compute_metrics
 from tests.helpers import kit
 
 SHIPPED = kit.REPOSITORY / "addons" / "metrics" / "evaluate"

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src.config import parsing
-from src.config.addons import used_addons
-from src.config.errors import UsageError
-from src.models.config_and_tokenizer import load_config
-from src.tasks import OPTIONS
+from engine.config import parsing
+from engine.config.addons import used_addons
+from engine.config.errors import UsageError
+from engine.models.config_and_tokenizer import load_config
+from engine.task_registry import OPTIONS
 from tests.addons.tasks.images import CONVNEXT, run_fields
 from tests.helpers import kit
 

@@ -37,7 +37,7 @@ def test_mutant_muon_of_the_embeddings_differs(tmp_path):
 
 
 def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypatch):
-    from src.distributed import optimizer_state
+    from engine.distributed import optimizer_state
 
     nested = optimizer_state._nested
     monkeypatch.setattr(optimizer_state, "_nested", lambda flat: {} if "momentum_buffer" in flat else nested(flat))

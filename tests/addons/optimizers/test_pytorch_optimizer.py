@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from src.config.errors import UsageError
-from src.config.optimizer_class import find_optimizer
-from src.config.schema import RunConfig
-from src.training.memory import optimizer_moments
+from engine.config.errors import UsageError
+from engine.config.optimizer_class import find_optimizer
+from engine.config.schema import RunConfig
+from engine.loop.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from src.config.schema import RunConfig
-from tests.checkpointing.test_run_identity import check, refusal
+from engine.config.schema import RunConfig
+from tests.engine.checkpointing.test_run_identity import check, refusal
 from tests.helpers import kit
 
 

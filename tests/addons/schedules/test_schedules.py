@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from src.config import addons, schema
-from src.config.addons import addon_names
-from src.config.errors import UsageError
-from tests.training.test_schedules import rates
+from engine.config import addons, schema
+from engine.config.addons import addon_names
+from engine.config.errors import UsageError
+from tests.src.training.test_schedules import rates
 
 
 def half_cosine(begin: float, end: float, x: float) -> float:

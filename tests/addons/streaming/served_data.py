@@ -1,6 +1,6 @@
 """Data served by the local Hub, opened in a process of its own as train.py opens it."""
 
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 from tests.helpers import kit
 from tests.helpers.fake_hub import adopt
 

@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from addons.streaming import shards
+from tests.engine.storage.test_hub_downloads import make_hub, recipe, since, train
 from tests.helpers import kit
-from tests.storage.test_hub_downloads import make_hub, recipe, since, train
 
 
 @pytest.fixture(scope="module")

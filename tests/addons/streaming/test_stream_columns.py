@@ -4,11 +4,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from src.config.addons import run_config
-from src.config.errors import UsageError
-from src.data import json_reader
-from src.data.dataset import prepare_datasets
-from tests.data.test_column_types import BAD_LINES, CHAT, SAME, WITH_CALL, Reader, both, jsonl, parquet, with_call
+from engine.config.addons import run_config
+from engine.config.errors import UsageError
+from engine.data import json_reader
+from engine.data.dataset import prepare_datasets
+from tests.engine.data.test_column_types import (
+    BAD_LINES,
+    CHAT,
+    SAME,
+    WITH_CALL,
+    Reader,
+    both,
+    jsonl,
+    parquet,
+    with_call,
+)
 from tests.helpers import kit
 
 STREAM = {"streaming": True, "max_steps": 1, "global_batch_size": 1}
@@ -54,7 +64,7 @@ def test_late_type_of_a_column_is_refused_with_file_and_line(tmp_path, monkeypat
 
 
 def test_csv_column_that_is_not_read_may_change_its_type(tmp_path, monkeypatch):
-    monkeypatch.setattr("src.data.csv_reader.ROWS", 2)
+    monkeypatch.setattr("engine.data.csv_reader.ROWS", 2)
     file = tmp_path / "a.csv"
     file.write_text("text,n\na,1\na,2\na,x\n")
     assert seen(tmp_path, ("text",), train_file=[str(file)]) == {"text": ["a"] * 3}

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from addons.streaming.shards import BLOCK
-from src.config import parsing, validation
-from src.config.errors import UsageError
-from src.data import dataset
-from src.data.data_loader import train_batches
-from src.distributed.backends import Backend
-from src.distributed.host_group import HostGroup
-from src.distributed.init_accelerator import init_accelerator
-from src.tasks import OPTIONS, make_task
-from src.training.train_state import TrainState
+from engine.config import parsing, validation
+from engine.config.errors import UsageError
+from engine.data import dataset
+from engine.data.data_loader import train_batches
+from engine.distributed.backends import Backend
+from engine.distributed.host_group import HostGroup
+from engine.distributed.init_accelerator import init_accelerator
+from engine.loop.train_state import TrainState
+from engine.task_registry import OPTIONS, make_task
 from tests.conformance.recipes import BERT
 from tests.helpers import kit, technique_runs
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from addons.tasks.image_classification.decoding import open_image, read_image
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 
 
 def encoded(image, kind="PNG", **options) -> bytes:

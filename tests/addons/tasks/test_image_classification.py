@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 from tests.addons.tasks import images
 from tests.addons.tasks.images import classification_fields as fields
 from tests.helpers import kit

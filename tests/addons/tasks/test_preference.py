@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from addons.tasks import preference
-from src.config.errors import UsageError
-from src.models import chunked_cross_entropy
+from engine.config.errors import UsageError
+from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.helpers import kit
 

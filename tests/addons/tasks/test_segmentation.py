@@ -11,8 +11,8 @@ from PIL import Image
 from addons.tasks import segmentation
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
-from src.config.errors import UsageError
-from src.data.prepare import encode_files
+from engine.config.errors import UsageError
+from engine.data.prepare import encode_files
 from tests.addons.tasks import images
 from tests.helpers import kit
 

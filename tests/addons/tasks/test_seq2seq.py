@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from addons.tasks import seq2seq
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 from src.training import evaluation
 from tests.addons.tasks.recipes import BART
 from tests.helpers import kit

@@ -10,11 +10,11 @@ import torch
 from transformers import BertTokenizerFast
 
 from addons.tasks.token_classification import word_of_each_token
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance import checks
 from tests.helpers import kit
-from tests.models.test_cross_entropy import TEXTS, check_balanced_weights
+from tests.src.losses.test_cross_entropy import TEXTS, check_balanced_weights
 
 WORDS = ["un", "##aff", "##able", "New", "York", "'", "s", "mayor", ",", "met", "the", "EU"]
 TAGS = ["B-LOC", "B-ORG", "I-LOC", "O"]

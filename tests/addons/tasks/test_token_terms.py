@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from addons.tasks.distillation.token_terms import distillation_terms
-from src.models import chunked_cross_entropy
-from src.models.chunked_cross_entropy import Scored
-from tests.models.test_chunked_cross_entropy import allocations
+from src.losses import chunked_cross_entropy
+from src.losses.chunked_cross_entropy import Scored
+from tests.src.losses.test_chunked_cross_entropy import allocations
 
 
 @pytest.mark.parametrize("chunked", [True, False])

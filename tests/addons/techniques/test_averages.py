@@ -10,11 +10,11 @@ import torch
 from addons.techniques.ema import EMA
 from addons.techniques.lookahead import Lookahead
 from addons.techniques.swa import SWA
-from src.distributed.running_statistics import StepBuffers
-from src.distributed.sharded_tensors import local_part
-from src.training.train_state import Run, TrainState
+from engine.distributed.running_statistics import StepBuffers
+from engine.distributed.sharded_tensors import local_part
+from engine.loop.train_state import Run, TrainState
+from tests.engine.loop.test_train_state import not_a_number, poison
 from tests.helpers import batch_norm, classifier_task, kit, technique_runs
-from tests.training.test_state import not_a_number, poison
 
 STEPS = technique_runs.STEPS
 TECHNIQUES = {

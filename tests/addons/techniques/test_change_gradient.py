@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from addons.techniques import TECHNIQUES, _chain
-from src.config.schema import RunConfig
-from src.training.train_state import Run, TrainState
+from engine.config.schema import RunConfig
+from engine.loop.train_state import Run, TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
-from tests.training.test_step import recipe
+from tests.src.test_step import recipe
 
 
 @pytest.fixture(scope="module")

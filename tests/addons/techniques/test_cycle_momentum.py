@@ -3,10 +3,10 @@ import torch
 from safetensors.torch import load_file
 
 from addons.schedules.one_cycle import one_cycle_momentum
-from src.config.schema import RunConfig
+from engine.config.schema import RunConfig
 from src.training.schedules import make_schedule
+from tests.engine.loop.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs
-from tests.training.test_state import not_a_number, poison
 
 # torch: the peak is at update pct_start × total_steps − 1, the end at the last update
 TORCH = {"max_lr": 2.0, "total_steps": 41, "pct_start": 0.275, "div_factor": 25, "final_div_factor": 4}

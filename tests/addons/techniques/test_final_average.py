@@ -9,11 +9,11 @@ import torch
 
 from addons.techniques import _chain
 from addons.techniques._chain import TechniqueChain
-from src.config.addons import run_config
-from src.config.errors import UsageError
-from src.runtime import run_status
+from engine.config.addons import run_config
+from engine.config.errors import UsageError
+from engine.process import run_status
 from tests.addons.tasks import recipes
-from tests.checkpointing import recipe
+from tests.engine.checkpointing import recipe
 from tests.helpers import kit
 
 EMA = {"ema": {"decay": 0.9, "final": True}}

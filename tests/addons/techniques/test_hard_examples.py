@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques import hard_examples
-from src.data.seeding import seed_everything
-from src.models import chunked_cross_entropy
+from engine.data.seeding import seed_everything
+from src.losses import chunked_cross_entropy
 from src.tasks import causal_lm
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags, open_task

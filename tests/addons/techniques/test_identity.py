@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from addons.techniques import TECHNIQUES, NamedTechniques
-from src.config.addons import run_config
-from src.config.parsing import to_yaml
-from src.config.schema import RunConfig
-from src.tasks import OPTIONS
-from tests.checkpointing.test_run_identity import check, refusal
+from engine.config.addons import run_config
+from engine.config.parsing import to_yaml
+from engine.config.schema import RunConfig
+from engine.task_registry import OPTIONS
+from tests.engine.checkpointing.test_run_identity import check, refusal
 
 EMA_CLASS = TECHNIQUES["ema"]()
 

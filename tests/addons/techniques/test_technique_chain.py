@@ -13,9 +13,9 @@ import torch
 from addons.techniques import TECHNIQUES, NamedTechniques, Technique, sam, technique_class
 from addons.techniques._chain import TechniqueChain, exchanged
 from addons.techniques._options import options_of
-from src.config.addons import run_config
-from src.config.errors import UsageError
-from src.config.fields import declared_options
+from engine.config.addons import run_config
+from engine.config.errors import UsageError
+from engine.config.fields import declared_options
 from tests.helpers import kit, technique_runs
 
 PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()

@@ -8,11 +8,11 @@ import torch
 
 from addons.techniques import Technique
 from addons.techniques.unfreeze import Unfreeze
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.training.train_state import Run
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.loop.train_state import Run
+from tests.engine.loop.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs
-from tests.training.test_state import not_a_number, poison
 
 STEPS = {"*.h.0.*": 4, "*.wpe.*": 3}
 

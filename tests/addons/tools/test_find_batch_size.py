@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from addons.tools import find_batch_size
-from src.config.schema import RunConfig
-from src.distributed.backends import make_backend
+from engine.config.schema import RunConfig
+from engine.distributed.backends import make_backend
+from engine.loop.model_with_loss import ModelWithLoss
 from src.tasks import causal_lm
-from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
 
 ERRORS = {  # of a forward pass, by the most rows that fit

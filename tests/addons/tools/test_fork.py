@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from addons.tools import fork
-from src.config import addons
-from src.config.errors import UsageError
+from engine.config import addons
+from engine.config.errors import UsageError
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not (kit.REPOSITORY / ".git").exists(), reason="the copy is made of tracked files")
@@ -128,7 +128,7 @@ def test_git_ignores_files_of_secrets(name):
 
 def test_tests_of_the_copy_pass(copy):
     """The map, links and run files of the documents, the schema, and the checks of the core's tasks without training."""
-    words = ["tests/test_rooms.py", "tests/reporting/test_readme.py", "tests/config/test_schema.py"]
+    words = ["tests/project/test_rooms.py", "tests/project/test_readme.py", "tests/engine/config/test_schema.py"]
     words += ["tests/conformance/test_task.py"]
     chosen = "rooms or run_files or links or linked or declare or eight or (text_classification and rows)"
     done = subprocess.run(

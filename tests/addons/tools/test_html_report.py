@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from addons.tools import html_report
-from src.config.errors import UsageError
-from tests.config.test_redact import files_with_secrets, guarded  # noqa: F401 (a fixture)
+from engine.config.errors import UsageError
+from tests.engine.config.test_redact import files_with_secrets, guarded  # noqa: F401 (a fixture)
 from tests.helpers import kit
 
 TITLES = [title for title, *_ in html_report.FIGURES]

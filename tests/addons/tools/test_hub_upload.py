@@ -5,9 +5,9 @@
 import pytest
 
 from addons.tools import hub_upload
+from tests.engine.storage.test_hub_downloads import hub, recipe, refused, served, train  # noqa: F401
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
-from tests.storage.test_hub_downloads import hub, recipe, refused, served, train  # noqa: F401
 
 
 def test_final_model_is_pushed_and_read_back(hub, tmp_path):

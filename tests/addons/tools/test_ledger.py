@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from addons.tools import ledger
-from src.config.errors import UsageError
+from engine.config.errors import UsageError
 from tests.helpers import kit
 
 STEPS = 36  # step 32 is the tail of the first epoch, with 11 examples

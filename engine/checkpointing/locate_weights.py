@@ -1,0 +1,173 @@
+"""Resolve `init_from` and `--checkpoint` to a weights folder and its configuration.
+
+Tests: tests/engine/checkpointing/test_resume.py, tests/src/training/test_evaluation.py, tests/engine/config/test_foreign_code.py.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from engine.checkpointing.checkpoint_folder import newest_intact, read_state
+from engine.checkpointing.model_folder import RUN_CONFIG
+from engine.config.add_on import AddOn, overrides
+from engine.config.addons import config_type
+from engine.config.errors import UsageError, warn
+from engine.config.fields import Source, declared_options, is_from_checkpoint
+from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
+from engine.config.schema import RunConfig
+from engine.models.config_and_tokenizer import refuse_adapter
+from engine.storage import verify_hashes
+from engine.storage.git_lfs import refuse_pointers_of_model
+from engine.task_registry import OPTIONS
+
+# Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
+ONLY_BY_FLAG = ("trust_remote_code", "cache_dir")
+MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
+
+
+def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
+    """Return the weights folder that `init_from` names, or None if it is not set.
+
+    Raise UsageError if its classes are those of `task` in another order; warn if classes or tokens are others."""
+    if not cfg.init_from:
+        return None
+    weights = locate_weights(cfg.init_from, "init_from")
+    names = read_yaml(weights / "config.json").get("id2label") or {}
+    there, here = [names[i] for i in sorted(names, key=int)], getattr(task, "labels", None)
+    if here and len(there) == len(here) and there != here:
+        text = f"init_from: {weights} has the classes {', '.join(there)}, but the data {', '.join(here)}: "
+        if {*there} & {*here}:
+            raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
+        warn(f"{text}the output of each class begins with the weights of the class at its place")
+    file, tokenizer = weights / "tokenizer.json", getattr(task, "tokenizer", None)
+    if tokenizer and file.exists():
+        from tokenizers import Tokenizer
+
+        if Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
+            warn(
+                f"init_from: {weights} was trained with other tokens than those of this run: give --tokenizer_name {weights}"
+            )
+    return weights
+
+
+def locate_weights(name: str, field: str) -> Path:
+    """Return the weights folder of `name`, which is a checkpoint, a final model or a run folder.
+
+    In a run folder, use final/, else the newest intact checkpoint. Raise UsageError if the folder is damaged."""
+    folder = Path(locate(name))
+    models = [file.parent for each in (folder, folder / "final") for file in map(each.joinpath, MODEL) if file.exists()]
+    weights = models[0] if models else newest_intact(folder)
+    if weights is None:
+        refuse_adapter(f"{field}: {name}", folder)
+        raise UsageError(
+            f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "
+            "other models give --model_name_or_path"
+        )
+    refuse_pointers_of_model(weights, field, weights=True)
+    is_ours = (weights / verify_hashes.MANIFEST).exists() or (weights / "state.json").exists()
+    if is_ours and (errors := verify_hashes.verify(weights)):
+        raise UsageError(f"{field}: {weights} is damaged: {'; '.join(errors)}")
+    return weights
+
+
+def warn_of_precision(cfg: RunConfig, precision: str) -> None:
+    """Warn if a checkpoint or final model is evaluated in another mixed precision (`precision`) than it was trained in."""
+    trained = verify_hashes.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
+    if trained and trained != precision:
+        warn(
+            f"this model was trained with mixed_precision {trained} and is evaluated with {precision}: the metrics differ from those "
+            f"of train.py; launch with mixed_precision {trained} to get the same metrics"
+        )
+
+
+# ---- eval.py --checkpoint --------------------------------------------------------------------------------------------
+
+
+def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
+    """Return (flags without --checkpoint, values from the checkpoint's configuration, step of its weights).
+
+    A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
+    take only what `is_from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint")
+    parsed, argv = parser.parse_known_args(argv)
+    if (name := parsed.checkpoint) is None:
+        return argv, None, None
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    if both := given & {"model_name_or_path", "model_config"}:
+        raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
+    name = path_of_flag(name, "--checkpoint")
+    weights = locate_weights(name, "checkpoint")
+    if (weights / "state.json").exists():
+        state = read_state(weights)
+        config, step = state["config"], state["progress"]["step"]
+    elif (weights / RUN_CONFIG).exists():
+        config, step = read_yaml(weights / RUN_CONFIG), verify_hashes.read_metadata(weights).get("step")
+    else:
+        raise UsageError(
+            f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
+            "--validation_file or --dataset_name"
+        )
+    values = _without_replaced_data(_values_to_take(config, given), given)
+    return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
+
+
+def _values_to_take(config: dict, given: set[str]) -> dict:
+    """Return the values that an evaluation takes from a checkpoint; name the flag of each other one that it may need."""
+    task = config.get("task", RunConfig.task)
+    if not isinstance(task, str) or task not in OPTIONS:
+        raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
+    options = OPTIONS[task]()
+    taken = {}
+    for kind in (config_type(config), options):
+        defaults = dataclasses.asdict(kind())
+        for name, rules in declared_options(kind).items():
+            value = config.get(name)
+            if name in given or value is None or value == defaults[name]:
+                continue
+            if is_from_checkpoint(kind, name):
+                names_data = rules.is_path or rules.values is Source
+                needs_flag = names_data and not plain_data(value)  # of a store that may run code
+                if not needs_flag:
+                    taken[name] = value
+            else:
+                needs_flag = name in ONLY_BY_FLAG or (kind is options and rules.from_checkpoint is None)
+            if needs_flag:
+                warn(f"{name} is not taken from a checkpoint; to use it, give --{name} {_as_flag(value)}")
+    return taken
+
+
+def _as_flag(value) -> str:
+    values = value if isinstance(value, list) else [value]
+    return " ".join(shlex.quote(str(v).lower() if isinstance(v, bool) else str(v)) for v in values)
+
+
+def _without_replaced_data(values: dict, given: set[str]) -> dict:
+    """Return the values without the data of the run if flags name other data.
+
+    train_file is used only for the rows held out of it: it may be a URL without its credentials."""
+    dropped = {"train_file"} if "validation_file" in values else set()
+    kinds = [kind for kind in config_type({*given, *values}).addons if overrides(kind, AddOn.find_sources)]
+    holding_out = {name for kind in kinds for name in declared_options(kind)}
+    if not holding_out & {*given, *values}:
+        dropped.add("dataset_split")  # it names training data
+    if given & {"dataset_name", "train_file", "validation_file"}:
+        dropped = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split"}
+        dropped |= {"train_file", "validation_file"}
+        if "train_file" not in given:  # rows are held out of the given training data as in the run
+            dropped |= holding_out
+    return {name: value for name, value in values.items() if name not in dropped}
+
+
+def _output_dir(name: str) -> Path:
+    """Return the run folder of the typed path, from the path alone; if it is no checkpoint, the folder itself."""
+    here = Path(name) if Path(name).exists() else REPOSITORY / name
+    folder = Path(os.path.abspath(here))
+    if folder.name == "final":
+        return folder.parent
+    is_checkpoint = folder.parent.name == "checkpoints" and re.fullmatch(r"step_\d+", folder.name)
+    return folder.parent.parent if is_checkpoint else folder

@@ -1,0 +1,141 @@
+"""Hugging Face model folder: weights, tokenizer, shard index; for final/ also the model card and the run's configuration.
+
+Tests: tests/engine/checkpointing/test_format.py, tests/engine/checkpointing/test_best_model.py,
+tests/engine/distributed/test_fsdp2_checkpoints.py.
+"""
+
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
+from engine.config.addons import used_addons
+from engine.config.redact import redact_all
+from engine.config.schema import RunConfig
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.loop.train_state import Run, TrainState
+from engine.process import private_apis
+from engine.storage import verify_hashes
+
+RUN_CONFIG = "run_config.yaml"  # the configuration of the run, without credentials
+
+
+def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, rank: int = 0, world: int = 1) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; only one shard if `world` > 1.
+
+    `tensors` are written instead of the weights that the model has by now. A module without `save_pretrained` is written
+    as safetensors, with the task's own config.json."""
+    task = model_with_loss.task
+    model, file = task.saved(model_with_loss.model), folder / file_name("model", rank, world)
+    for each in used_addons(task.cfg):
+        tensors = each.write_own_tensors(model, tensors, folder, rank, world)
+    if not hasattr(model, "save_pretrained"):
+        if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
+            write_tensors(tensors, file, {"format": "pt"})
+        config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
+        (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+    elif world == 1:
+        model.save_pretrained(folder, state_dict=dict(tensors))  # transformers empties the dict
+        _check_written(model, folder, tensors)
+        _set_dtype(folder / "config.json", tensors)
+    else:
+        private_apis.save_on_every_rank(model)
+        model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size="1000TB")
+        if tensors:
+            (folder / "model.safetensors").rename(file)
+        _set_dtype(folder / "config.json", tensors)
+    if rank > 0:  # rank 0 writes the other files for all
+        for path in folder.iterdir():
+            if path.suffix != ".safetensors":
+                path.unlink()
+        return
+    for name in ("tokenizer", "image_processor"):
+        if (part := getattr(task, name, None)) is not None:
+            if getattr(part, "is_fast", False):
+                part.backend_tokenizer.no_truncation()  # else to the length of the last call, if this process made one
+            part.save_pretrained(folder)
+
+
+def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> None:
+    """Raise RuntimeError if `save_pretrained` has written weights of the model that training changes meanwhile.
+
+    Compares one vector, the last one that the files have under the same name; transformers may convert matrices."""
+    for path in sorted(folder.glob("*.safetensors"), reverse=True):
+        with safe_open(path, "pt") as file:
+            vectors = [name for name in file.keys() if name in tensors and tensors[name].dim() == 1]  # noqa: SIM118
+            if not vectors:
+                continue
+            written, expected = file.get_tensor(vectors[-1]), tensors[vectors[-1]]
+        expected = expected.to(written)
+        if written.shape == expected.shape and not torch.equal(written.nan_to_num(), expected.nan_to_num()):
+            raise RuntimeError(
+                f"save_pretrained of {type(model).__name__} has written other values of {vectors[-1]} than those of its "
+                "argument state_dict: it must write these, because training changes the model meanwhile"
+            )
+        return
+
+
+def _set_dtype(path: Path, tensors: Tensors) -> None:
+    """Set the dtype of the written weights in config.json; transformers writes the dtype of the model in memory."""
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values() if value.is_floating_point()}
+    config = json.loads(path.read_text())
+    if len(dtypes) == 1 and not dtypes & {config.get("dtype")}:
+        path.write_text(json.dumps(config | {"dtype": dtypes.pop()}, indent=2, sort_keys=True) + "\n")
+
+
+# ---- final/ ----------------------------------------------------------------------------------------------------------
+
+
+def best_sentence(cfg: RunConfig, state: TrainState, final_step: int, average: str = "") -> str:
+    """Return a sentence about the best step and what final/ holds, the weights of `final_step` or their `average`.
+
+    Return an empty string without metric_for_best_model and average."""
+    if not final_step or not (cfg.metric_for_best_model or average):
+        return ""
+    holds = f"final/ holds {f'the average ({average}) of ' if average else ''}step {final_step:,}"
+    if not cfg.metric_for_best_model or not state.best_step:
+        return holds
+    return f"best: step {state.best_step:,}, {state.best_metric} {state.best}; {holds}"
+
+
+def is_final_of(step: int, folder: Path) -> bool:
+    """Return whether `folder` is an undamaged final model of this step."""
+    return verify_hashes.read_metadata(folder).get("step") == step and not verify_hashes.verify(folder)
+
+
+def change_by_addons(folder: Path, run: Run) -> bool:
+    """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
+    changes = [each.change_final_model(folder, run.task) for each in used_addons(run.cfg)]
+    return any(changes)
+
+
+def write_card(folder: Path, run: Run, config: dict, final_step: int, average: str) -> None:
+    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
+    from transformers import PreTrainedModel
+
+    cfg, model = run.cfg, run.task.saved(run.model.model)
+    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    more = "".join(each.model_card(cfg) for each in used_addons(cfg))
+    if best := best_sentence(cfg, run.state, final_step, average):
+        more += f"\n{best[0].upper()}{best[1:]}.\n"
+    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
+    data = ", ".join(_public_name(source) for source in sources if source)
+    base = cfg.model_name_or_path
+    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
+    (folder / "README.md").write_text(
+        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{more}"
+    )
+    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _public_name(source: str) -> str:
+    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source

@@ -1,0 +1,156 @@
+"""The start of a run: from the newest intact checkpoint, from the weights of `init_from`, or from nothing.
+
+Tests: tests/engine/checkpointing/test_resume.py, tests/engine/checkpointing/test_run_folder.py.
+"""
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_state, step_of
+from engine.checkpointing.locate_weights import init_weights
+from engine.checkpointing.run_identity import SameRates, check_same_run, identity
+from engine.config.errors import Stopped, UsageError
+from engine.config.schema import RunConfig
+from engine.distributed.backend_checks import check_only_tensors
+from engine.distributed.backends import Backend
+from engine.distributed.host_group import run_on_main
+from engine.loop.train_state import Run, TrainState
+from engine.process import run_lock, run_status
+from engine.storage import atomic_folder, jsonl, verify_hashes
+from engine.task_registry import Task
+
+
+@dataclass
+class Start:
+    """Where a run begins: at a checkpoint, or at step 0 with the weights of `init_from` or without any."""
+
+    checkpoint: Path | None
+    notes: list[str]  # messages for the user about the choice
+    weights: Path | None  # the folder of the weights to begin with
+    run_id: str  # of the run that the checkpoint belongs to, or a new one
+    is_same_run: bool  # False: a new run, perhaps from the checkpoint of another run
+    identity: dict[str, Any]  # of data and model
+
+    def load(self, run: Run, parts: dict[str, Any]) -> TrainState:
+        """Restore gradient scaler, meter and `parts`, such as the optimizer; return the TrainState of the checkpoint, or a
+        new one. The model has its weights already."""
+        check_only_tensors(run.task.saved(run.model.model))
+        state = TrainState() if self.checkpoint is None else load_checkpoint(self.checkpoint, run, parts)
+        if not self.is_same_run:
+            state.forget_best()  # that checkpoint is in the folder of the other run
+        state.use_metric(run.cfg)  # with another metric, the comparison starts over
+        return state
+
+
+def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_same_rates: SameRates) -> Start:
+    """Return the main process's choice on every rank, or raise its error on every rank.
+
+    `has_same_rates`: as of `check_same_run`."""
+    folder, accelerator = Path(cfg.output_dir), backend.accelerator
+
+    def choose() -> Start:
+        current = identity(accelerator.mixed_precision, accelerator.num_processes, cfg, splits)
+        if folder.is_dir():
+            run_lock.lock_run_folder(folder)
+            for path in (folder / "final", folder / "checkpoints" / "step_*", folder / "*.json", folder / "*.yaml"):
+                atomic_folder.remove_unfinished(path.parent, path.name)
+        checkpoint, notes = find_checkpoint(cfg, task.options, current, has_same_rates)
+        if checkpoint is None:
+            return Start(None, notes, init_weights(cfg, task), uuid.uuid4().hex, False, current)
+        state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
+        run_id = state["run_id"] if is_same_run else uuid.uuid4().hex
+        return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
+
+    return run_on_main(accelerator, choose)
+
+
+def find_checkpoint(
+    cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
+) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint that `cfg.resume` allows, and messages for the user about the choice.
+
+    `current` is the identity of this run. Raise UsageError if checkpoints exist but none is intact, if they belong to
+    another run, or if `output_dir` holds a run that did not begin from the requested checkpoint. Raise Stopped if the
+    launcher restarts a stopped run."""
+    candidates, notes = _candidates(cfg, Path(cfg.output_dir))
+    for checkpoint in reversed(candidates):
+        if errors := verify_hashes.verify(checkpoint):
+            notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
+        else:
+            return checkpoint, notes + check_same_run(checkpoint, cfg, options, current, has_same_rates)
+    if candidates:
+        raise UsageError(
+            f"resume: no checkpoint is intact: {'; '.join(notes)}. Restore one, or start over with --resume never"
+        )
+    return None, []
+
+
+def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints that `cfg.resume` allows, oldest first, and messages for the user."""
+    is_restart, checkpoints = _is_elastic_restart(folder), list_checkpoints(folder)
+    if cfg.resume == "auto" or (is_restart and checkpoints):  # the first start has already applied --resume
+        return checkpoints, []
+    if cfg.resume == "never":
+        return [], []
+    asked, config = Path(cfg.resume), folder / "config.yaml"
+    given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
+    began_here = Path(given).resolve() == asked.resolve()  # the run here was started with the same --resume
+    if began_here and checkpoints:
+        note = "resuming from its newest checkpoint; to go back again, remove the later ones"
+        return checkpoints, [f"{folder} holds the run that began from {asked}: {note}"]
+    if not (candidates := [asked] if (asked / "state.json").exists() else list_checkpoints(asked)):
+        raise UsageError(
+            f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
+        )
+    is_of_this_run = began_here or any(belongs(path, folder) for path in candidates)
+    if not is_of_this_run and (checkpoints or (folder / "metrics.jsonl").exists()):
+        raise UsageError(
+            f"resume: {asked} is a checkpoint of another run than the one in output_dir {folder}: give another "
+            "--output_dir, or remove --resume to resume the run in output_dir"
+        )
+    return candidates, []
+
+
+def _is_elastic_restart(output_dir: Path) -> bool:
+    """Return True if torchrun restarts this run after a failure; raise Stopped if its status is `stopped`."""
+    status = run_status.read_status(output_dir)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    is_restart = attempt > 0 and status.get("launcher") == os.getppid()
+    if is_restart and status.get("status") == "stopped":
+        raise Stopped(status["reason"])
+    return is_restart
+
+
+def belongs(checkpoint: Path, output_dir: Path) -> bool:
+    """Return True if the run in `output_dir` saved this checkpoint, even if it was moved, or lies there without a
+    readable id."""
+    own, run_id = list_checkpoints(output_dir), jsonl.read_json(checkpoint / "state.json").get("run_id")
+    return checkpoint.resolve() in map(Path.resolve, own) or (
+        run_id is not None and run_id in [jsonl.read_json(path / "state.json").get("run_id") for path in own]
+    )
+
+
+def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
+    """Rename old outputs that would not fit this run; the main process calls this. Nothing is deleted.
+
+    For a new run these are all outputs, for a resumed run the final model and the checkpoints after its start. Raise
+    UsageError if another run has begun and ended in a folder that this one found empty."""
+    output_dir = Path(cfg.output_dir)
+    run_lock.lock_run_folder(output_dir)
+    stale = [output_dir / "final"]
+    if not start.is_same_run and cfg.resume != "never" and list_checkpoints(output_dir):
+        raise UsageError(f"output_dir: another run has begun in {output_dir} meanwhile: run the same command again")
+    if start.checkpoint and start.is_same_run:
+        step = read_state(start.checkpoint)["progress"]["step"]  # not from the name: a user may have renamed the folder
+        stale += [path for path in list_checkpoints(output_dir) if (step_of(path) or 0) > step]
+    else:
+        stale += [output_dir / name for name in ("metrics.jsonl", "ledger.jsonl", "checkpoints")]
+    for path in filter(Path.exists, stale):
+        name = f"old_{path.name}" if start.is_same_run else path.name
+        number = next(n for n in range(1, 10_000) if not path.with_name(f"{name}.old{n}").exists())
+        path.rename(path.with_name(f"{name}.old{number}"))

@@ -1,0 +1,146 @@
+"""Run identity: everything that decides a run's numbers; refuses to resume another run, or chooses it a new folder.
+
+Tests: tests/engine/checkpointing/test_run_identity.py.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
+from engine.config.addons import config_type, follows_evaluations
+from engine.config.errors import UsageError
+from engine.config.parsing import to_yaml
+from engine.config.paths import read_yaml
+from engine.config.schema import RunConfig, changeable_fields
+from engine.models.config_and_tokenizer import pretrained_source
+from engine.storage import jsonl, verify_hashes
+
+SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
+DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
+SILENT = ("output_dir", "resume", "dry_run")
+LENGTH = {"max_steps", "num_train_epochs"}
+# schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
+SameRates = Callable[[RunConfig, RunConfig, int, dict], bool]
+NAMES_OF_DATA = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split", "train_file", "mixture"}
+
+
+def identity(precision: str, processes: int, cfg: RunConfig, splits: dict) -> dict[str, Any]:
+    """Return what decides a run's numbers besides its fields: contents of data and model, precision, processes."""
+    values = {"mixed_precision": precision, "processes": processes}
+    for part, split in (("data", "train"), ("validation", "validation")):
+        stats = splits[split].stats if split in splits else {}
+        values |= {f"{part}.{name}": stats[name] for name in DATA if name in stats}
+    return values | {f"model.{name}": value for name, value in _model_contents(cfg).items()}
+
+
+def _model_contents(cfg: RunConfig) -> dict[str, Any]:
+    """Return the values of the model's configuration; if pretrained, also its commit and hashes of its remote code."""
+    if cfg.model_config:
+        return read_yaml(cfg.model_config)
+    if not cfg.model_name_or_path:
+        return {}
+    folder, commit = pretrained_source(cfg)
+    values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
+    values = {name: value for name, value in values.items() if name not in SAVED_BY}
+    code = sorted(folder.glob("*.py")) if cfg.trust_remote_code else []
+    return values | {path.name: verify_hashes.hash_file(path)["xxh3_128"] for path in code} | {"commit": commit}
+
+
+def check_same_run(
+    checkpoint: Path, cfg: RunConfig, options: Any, current: dict[str, Any], has_same_rates: SameRates
+) -> list[str]:
+    """Return the harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
+
+    `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is refused unless it is declared may_change_on_resume."""
+    refused, allowed = _changes(read_state(checkpoint), cfg, options, current, has_same_rates)
+    if refused:
+        raise UsageError(
+            f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
+            "values; to train a new run, give another --output_dir (and --init_from to begin with its weights); to start "
+            "over in this folder, give --resume never once, which renames the outputs of the old run and deletes nothing"
+        )
+    return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
+
+
+def choose_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
+    """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
+
+    Only fields are compared; `check_same_run` compares the contents of data and model, too."""
+    first = ""
+    for number in count(1) if cfg.resume == "auto" else ():
+        folder = cfg.output_dir + f"_{number}" * (number > 1)
+        states = [jsonl.read_json(path / "state.json") for path in list_checkpoints(folder)]
+        state = next((state for state in reversed(states) if "identity" in state), None)
+        refused, allowed = {}, {}
+        if state:
+            refused, allowed = _changes(state, cfg, options, state["identity"], has_same_rates)
+        if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:
+            first = first or "; ".join(other.values())
+            continue
+        if first and os.environ.get("RANK", "0") == "0":
+            print(f"{cfg.output_dir} holds another run ({first}): this one is in {folder}", flush=True)
+        return dataclasses.replace(cfg, output_dir=folder)
+    return cfg
+
+
+def replace_auto(cfg: RunConfig) -> RunConfig:
+    """Return `cfg` with the per_device_batch_size of its newest checkpoint in place of `auto`.
+
+    Without a checkpoint it stays `auto`, which engine/config/validation.py refuses."""
+    if cfg.per_device_batch_size != "auto":
+        return cfg
+    asked = cfg.output_dir if cfg.resume == "auto" else cfg.resume
+    states = [jsonl.read_json(folder / "state.json") for folder in (Path(asked), *list_checkpoints(asked))]
+    sizes = [state["config"]["per_device_batch_size"] for state in states if "config" in state]
+    return dataclasses.replace(cfg, per_device_batch_size=sizes[-1]) if sizes else cfg
+
+
+def _changes(
+    state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
+    # The fields of an add-on that only one of the two runs names count, too.
+    names = [*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]
+    schemas = config_type(names), type(options)
+    was = _fields(state["config"], schemas) | state["identity"]
+    now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
+    changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
+    may_change = _may_change(cfg, schemas, was, now)
+    length = {name: state["config"].get(name) for name in LENGTH}
+    before = dataclasses.replace(cfg, **length)
+    if "data.rows" not in changed and has_same_rates(before, cfg, current["data.examples"], state["progress"]):
+        may_change |= LENGTH
+    diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
+    refused = {name: text for name, text in diff.items() if name not in may_change}
+    return refused, {name: text for name, text in diff.items() if name not in refused}
+
+
+def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
+    """Return a saved configuration for the comparison; a field that it lacks had its default."""
+    values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]()) | config
+    values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
+    for addon in schemas[0].addons:
+        values = addon.identity(values)
+    return values
+
+
+def _may_change(cfg: RunConfig, schemas: tuple[type[RunConfig], type], was: dict, now: dict) -> set[str]:
+    """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
+    names = changeable_fields(*schemas) - LENGTH | {"model.commit", "processes"}
+    for addon in schemas[0].addons:
+        names |= addon.may_change()
+    if follows_evaluations(cfg):
+        names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
+    optional = {name for name in was | now if name.startswith(("data.", "validation."))}
+    names |= {name for name in optional if was.get(name) is None or now.get(name) is None}
+    if now["data.examples"] is not None:  # not a stream, which reads with the tokenizer's files
+        names.add("data.tokenizer_files")
+    if all(os.path.isabs(each["model_name_or_path"] or "") for each in (was, now)):
+        names.add("model_name_or_path")  # the folder may have been moved; its configuration is compared
+    return names

@@ -1,0 +1,166 @@
+"""Tensors by name in safetensors files: one file, or one for each rank; read in full or as shards.
+
+The files of all ranks together hold the full tensors that one process would write.
+Tests: tests/engine/checkpointing/test_sharded.py, tests/engine/distributed/test_fsdp2_checkpoints.py.
+"""
+
+# Why not torch.distributed.checkpoint or accelerate's save_state (torch 2.13, accelerate 1.15): FileSystemWriter pickles its
+# .metadata and the reader unpickles it (filesystem.py, finish and read_metadata). accelerate uses both for FSDP2, and
+# torch.save otherwise. HuggingFaceStorageWriter needs no pickle, but each of its files holds a slice of every tensor,
+# without an index (hf_storage.py, finish), until the coordinator reads all files and writes them again. It skips
+# save_pretrained, which converts the weights that transformers fuses in memory. It stores only tensors and no hashes.
+# Every save also needs collectives, so one rank's disk that does not answer would stop all ranks.
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from engine.process import private_apis
+from engine.storage import atomic_folder, verify_hashes
+
+Tensors = dict[str, torch.Tensor]
+SHARD_TIMEOUT = 600.0  # seconds that the main process's background thread waits for the files of other ranks
+REOPEN_AFTER = 1 << 26  # bytes read before a memory-mapped file is reopened: until then they count as memory
+
+
+def file_name(part: str, rank: int, world: int) -> str:
+    """Return the name of a rank's file in the scheme of transformers: model-00001-of-00002.safetensors."""
+    return f"{part}-{rank + 1:05d}-of-{world:05d}.safetensors" if world > 1 else f"{part}.safetensors"
+
+
+def digest(value: torch.Tensor) -> str:
+    """Return dtype, shape and hash of a tensor in host memory."""
+    return f"{value.dtype} {list(value.shape)} {sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]}"
+
+
+# ---- write -----------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(named: Tensors, file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors by name as one safetensors file; it refuses two names for the same memory, so tied ones are copied."""
+    result, seen = {}, set()
+    for name, value in named.items():
+        value = value.contiguous()
+        memory = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if memory in seen else value
+        seen.add(memory)
+    save_file(result, file, metadata)
+
+
+def write_index(folder: Path) -> None:
+    """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
+    paths = sorted(folder.glob("model-*-of-*.safetensors"))
+    weight_map = {name: path.name for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+    size = sum(path.stat().st_size for path in paths)
+    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Return True for any OSError, also one that safetensors has wrapped in an error of its own."""
+    is_wrapped = isinstance(error, SafetensorError) and "os error" in str(error)
+    return is_wrapped or isinstance(error, OSError)
+
+
+# ---- ranks that write a folder together on a shared disk -------------------------------------------------------------
+
+
+@contextmanager
+def shard_folder(shards: Path, rank: int) -> Iterator[Path]:
+    """Yield SHARDS/RANK for this rank's files; afterwards write their hashes, or the error, to SHARDS/RANK.json.
+
+    RANK.json is written last, so its existence tells the main process that the files are complete. An error of the disk
+    ends here: the main process counts it for all ranks."""
+    folder, outcome = shards / str(rank), shards / f"{rank}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        for path in files:
+            atomic_folder.fsync(path)
+        hashes = {path.name: verify_hashes.hash_file(path) for path in files}
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the space, if only for the next line
+        atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
+        if not is_disk_error(error):
+            raise
+    else:
+        atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
+
+
+def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> dict[str, dict]:
+    """Move all other ranks' files into `folder`; return their hashes.
+
+    Raise OSError if a rank has failed or is late."""
+    end, hashes = time.monotonic() + patience, {}
+    for rank in range(1, world):
+        outcome = shards / f"{rank}.json"
+        while not outcome.exists():
+            if time.monotonic() > end:
+                raise OSError(f"rank {rank} has not written its shard in {patience:g} s")
+            time.sleep(0.02)
+        result = json.loads(outcome.read_text())
+        if "error" in result:  # if it is one of code, that rank also ends the run
+            raise OSError(f"{result['error']}, on rank {rank}")
+        for name in result["files"]:
+            (shards / str(rank) / name).rename(folder / name)
+        hashes |= result["files"]
+    shutil.rmtree(shards, ignore_errors=True)
+    return hashes
+
+
+# ---- read ------------------------------------------------------------------------------------------------------------
+
+
+class TensorReader:
+    """Reads the tensors of one part of a checkpoint by name, in full or as shards, from any number of files."""
+
+    def __init__(self, checkpoint: Path, part: str):
+        alone = checkpoint / file_name(part, 0, 1)
+        paths = [alone] if alone.exists() else sorted(checkpoint.glob(f"{part}-*-of-*.safetensors"))
+        self.where = {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+        self.path: Path | None = None
+        self.file: Any = None
+        self.mapped = 0
+
+    def _slice(self, name: str):
+        if self.path != self.where[name] or self.mapped > REOPEN_AFTER:
+            self.path, self.mapped = self.where[name], 0
+            self.file = safe_open(self.path, "pt")
+        return self.file.get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def full(self, name: str) -> torch.Tensor:
+        """Return the full tensor, copied out of the memory-mapped file."""
+        rows = self._slice(name)
+        value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
+        self.mapped += value.nbytes
+        return value
+
+    def like(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor sharded like `parameter`; each process reads only its own slice.
+
+        Return the full tensor if `parameter` is not sharded or has another shape (as for the optimizer's step)."""
+        rows = self._slice(name)
+        if not isinstance(parameter, DTensor) or self.shape(name) != tuple(parameter.shape):
+            return self.full(name)
+        mesh, placements, local = parameter.device_mesh, parameter.placements, parameter.to_local()
+        slices = private_apis.local_slices(parameter)
+        shape = [part.stop - part.start for part in slices]
+        value = rows[slices].clone() if all(shape) else torch.empty(shape, dtype=local.dtype)
+        self.mapped += value.nbytes
+        return DTensor.from_local(
+            value.to(local.device), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )

@@ -1,0 +1,144 @@
+"""Add-ons: files and folders of addons/, found by listing them, imported only if a run file or a launch names them.
+
+A run file names a task by `task`, an optimizer by `optim`, a schedule by `lr_scheduler_type`, and every other add-on by
+a field that its class declares (engine/config/add_on.py); an accelerate file names a backend. Tests: tests/engine/config/test_addons.py.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable
+from copy import copy
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine.config.add_on import AddOn, check_names, overrides
+from engine.config.errors import UsageError
+from engine.config.fields import declared_options
+from engine.config.paths import REPOSITORY, SCHEMA_FILE
+from engine.config.schema import RunConfig
+
+ADDONS = REPOSITORY / "addons"
+
+
+def addon_names(room: str) -> list[str]:
+    """Return the names of the add-ons in addons/ROOM, its files and folders, that have all that they need."""
+    paths = (ADDONS / room).glob("[!_]*") if (ADDONS / room).is_dir() else ()
+    files = (path / "__init__.py" if path.is_dir() else path for path in paths)
+    here = (file for file in files if file.suffix == ".py" and file.exists() and not missing_need(file))
+    return sorted(file.parent.name if file.stem == "__init__" else file.stem for file in here)
+
+
+def missing_need(file: Path) -> str | None:
+    """Return what the first line of an add-on's file names (`# Needs addons/tasks/distillation/.`), if it is not here."""
+    with file.open(encoding="utf-8") as lines:
+        need = re.match(r"# Needs (addons/[\w/]+(?:\.py)?)", lines.readline())
+    return need[1] if need and not (REPOSITORY / need[1]).exists() else None
+
+
+def load_addon(room: str, name: str) -> ModuleType:
+    """Return the module addons/ROOM/NAME; raise UsageError if it is not there."""
+    if name not in addon_names(room):
+        raise UsageError(f"{name} is an add-on that is not here: restore addons/{room}/{name}, or do not use it")
+    return import_module(f"addons.{room}.{name}")
+
+
+# ---- add-ons with fields of their own --------------------------------------------------------------------------------
+
+
+@cache
+def addons_with_fields() -> tuple[type[AddOn], ...]:
+    """Return the classes derived from AddOn, in the order of their paths; import their files."""
+    kinds = []
+    for path in sorted(ADDONS.rglob("*.py")):
+        declares = re.search(r"^class \w+\((\w+\.)?AddOn\):", path.read_text(encoding="utf-8"), re.M)
+        if declares and not missing_need(path):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            kinds.append(addon_class(import_module(".".join(parts).removesuffix(".__init__"))))
+    return tuple(kinds)
+
+
+def addon_class(module: ModuleType) -> type[AddOn]:
+    """Return the class derived from AddOn that a module defines; raise UsageError for a name that AddOn does not know."""
+    own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    kinds = [each for each in own if issubclass(each, AddOn)]
+    if len(kinds) != 1:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise UsageError(
+            f"{module.__name__}: {names} are derived from AddOn: a file has one add-on, so move the others"
+        )
+    check_names(kinds[0])
+    return kinds[0]
+
+
+def config_type(names: Iterable[str]) -> type[RunConfig]:
+    """Return RunConfig with the fields of the add-ons that declare one of `names`."""
+    names = set(names) - {field.name for field in dataclasses.fields(RunConfig)}
+    if not names:
+        return RunConfig
+    return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each).keys()))
+
+
+@cache
+def _extended(addons: tuple[type[AddOn], ...]) -> type[RunConfig]:
+    if not addons:
+        return RunConfig
+    fields = [(field.name, field.type, copy(field)) for each in addons for field in dataclasses.fields(each)]
+    # The type is made at run time, so pickle cannot find it by its name.
+    namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), namespace=namespace, frozen=True)
+
+
+def run_config(**values: Any) -> RunConfig:
+    """Return a RunConfig with these values, and the add-ons that declare them."""
+    return config_type(values)(**values)
+
+
+def missing_addon(name: str, value: Any = None) -> str | None:
+    """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here.
+
+    configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
+    rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
+    addon = f"addons/{room}/{value}" if room and value in rules.get("enum", ()) else rules.get("x-add-on")
+    _, *rooms, last = addon.split("/") if addon else ("", "")
+    if not addon or last in addon_names("/".join(rooms)):
+        return None
+    return f"{name}: this is of the add-on {addon}, which is not here, or what it needs: restore it, or do not use it"
+
+
+def used_addons(cfg: RunConfig) -> list[AddOn]:
+    """Return the add-ons that the run file uses, each with its fields: one of them is not its default.
+
+    config.yaml of a run names all fields, also those that were not given."""
+    values = [{name: getattr(cfg, name) for name in declared_options(kind)} for kind in cfg.addons]
+    addons = [kind(**fields) for kind, fields in zip(cfg.addons, values, strict=True)]
+    return [each for each in addons if each != type(each)()]
+
+
+def first_answer(answers: Iterable[Any]) -> Any:
+    """Return the first answer of add-ons that is not None, None if there is none."""
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def fields_of_addons_with(cfg: RunConfig, *methods: Callable[..., Any]) -> dict[str, Any]:
+    """Return the fields, with their values unless these are None, of the add-ons that define one of these methods."""
+    fields = [vars(each) for each in used_addons(cfg) if overrides(each, *methods)]
+    return {name: value for values in fields for name, value in values.items() if value is not None}
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def schedule_addon(cfg: RunConfig) -> ModuleType | None:
+    """Return the add-on that `lr_scheduler_type` names, None for a schedule of transformers."""
+    name = cfg.lr_scheduler_type
+    return load_addon("schedules", name) if name in addon_names("schedules") else None
+
+
+def follows_evaluations(cfg: RunConfig) -> bool:
+    """Return whether the schedule depends on the results of evaluations."""
+    return hasattr(schedule_addon(cfg), "after_evaluation")

@@ -1,0 +1,113 @@
+"""The optimizer that `optim` names: its class, its add-on and its arguments.
+
+A name, in any case and without `_`, is a class of torch.optim, or one of a file in addons/optimizers/: that of the name of
+the file, or one of its function `classes` (FILE/NAME where torch has the name, too). addons/README.md says what else a
+file may have. Tests: tests/src/training/test_optimizers.py.
+"""
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from engine.config.addons import addon_names, load_addon
+from engine.config.errors import UsageError, did_you_mean
+from engine.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+
+BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
+FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the backend"}
+ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType | None]":
+    """Return (the class that `optim` names, the add-on that serves it).
+
+    Raise UsageError if there is none, or if the class evaluates other weights than it trains."""
+    import torch
+
+    file, _, name = optim.rpartition("/")
+    name = normalized(BUILT_IN.get(name, name))
+    files = {normalized(each): each for each in addon_names("optimizers")}
+    own = files.get(normalized(file or name))
+    classes = {} if file else _classes(torch.optim)
+    addon = load_addon("optimizers", own) if own else None
+    if addon:
+        classes |= _classes(addon)
+    elif not file and name not in classes:  # one of the files may serve it
+        for each in files.values():
+            module = load_addon("optimizers", each)
+            served = _classes(module)
+            classes |= served
+            if name in served:
+                addon = module
+    if name not in classes:
+        raise UsageError(
+            f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers, whose package may be missing "
+            f"(requirements-extra.txt){did_you_mean(name, classes)}"
+        )
+    if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
+        hint = "use adamw or sgd, and a technique that averages weights (docs/techniques.md)"
+        raise UsageError(f"optim is {optim}, which trains other weights than it evaluates: {hint}")
+    return classes[name], addon
+
+
+def normalized(name: str) -> str:
+    """Return a name of an optimizer without case, `_` and `-`."""
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _classes(module: ModuleType) -> "dict[str, type[torch.optim.Optimizer]]":
+    """Return the optimizers of torch.optim, or those that an add-on serves, by their names."""
+    import torch
+
+    base = torch.optim.Optimizer
+    values = module.classes() if hasattr(module, "classes") else vars(module).values()
+    classes = [each for each in values if isinstance(each, type) and issubclass(each, base)]
+    return {normalized(each.__name__): each for each in classes if each is not base}
+
+
+def arguments_of_fields(optimizer: type) -> dict[str, str]:
+    """Return {argument of the constructor: fields of the run file that set it} besides lr and weight_decay.
+
+    Other classes than those of torch have defaults of their own."""
+    if not optimizer.__module__.startswith("torch."):
+        return {}
+    if "betas" in inspect.signature(optimizer).parameters:
+        return {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+    return {"momentum": "adam_beta1"} if optimizer.__name__ == "SGD" else {}
+
+
+def optimizer_arguments(cfg: RunConfig, optimizer: type, addon: ModuleType | None = None) -> dict[str, Any]:
+    """Return the arguments of the constructor besides parameters, `lr` and `weight_decay`.
+
+    Raise UsageError for what the class would ignore: a field, an unknown name in `optim_args`, or one that a field sets."""
+    given = cfg.optim_args or {}
+    accepted = inspect.signature(optimizer).parameters
+    from_fields = arguments_of_fields(optimizer)
+    for name in given:
+        if field := (FOR_ALL | from_fields).get(name):
+            raise UsageError(f"optim_args: {name} is set by {field}: remove it")
+        if name not in accepted:  # some classes take any name, and ignore it
+            raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
+    read = ADAM_FIELDS if getattr(addon, "reads_adam_fields", False) else from_fields.values()
+    for name in ADAM_FIELDS:
+        if name not in " ".join(read) and getattr(cfg, name) != getattr(RunConfig, name):
+            raise UsageError(f"{name} is {getattr(cfg, name):g}, which {optimizer.__name__} does not read: remove it")
+    if cfg.weight_decay and "weight_decay" not in accepted:
+        raise UsageError(f"weight_decay is {cfg.weight_decay:g}, which {optimizer.__name__} does not read: give 0")
+    values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples
+    return {name: values[name] for name in from_fields} | given | lists
+
+
+def optimizer_errors(cfg: RunConfig) -> Iterator[str]:
+    """Yield the error of `optim` or `optim_args`, if there is one."""
+    if BUILT_IN.get(cfg.optim) == "AdamW" and not cfg.optim_args:
+        return  # spares other commands the import of torch
+    try:
+        optimizer_arguments(cfg, *find_optimizer(cfg.optim))
+    except UsageError as error:
+        yield str(error)

@@ -1,0 +1,227 @@
+"""Parser of flags and the run file (YAML) into a RunConfig and the task's options; writer of config.yaml.
+
+Precedence: defaults < YAML < flags. Tests: tests/engine/config/test_config.py.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+import yaml
+
+from engine.config.addons import addons_with_fields, config_type, missing_addon, used_addons
+from engine.config.errors import UsageError, did_you_mean, list_errors, warn
+from engine.config.fields import declared_options, field_types, read_value, read_words
+from engine.config.paths import locate, path_of_flag, read_yaml
+from engine.config.redact import redact_all, url_error
+from engine.config.schema import RunConfig
+
+SAMPLE = "configs/stdlib_lm.yaml"
+CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from", "schema"}
+CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
+NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
+DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
+HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
+TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
+    "dataset_name": {"train_file", "mixture"},
+    "train_file": {"mixture", *HUB_DATA},
+    "mixture": {"train_file", *HUB_DATA},
+}
+_BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
+_LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
+_PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
+_SMOKE = "run make smoke CONFIG=FILE, or python -m engine.tools.smoke and then this command, before a long run"
+NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead; add-ons have more
+    "lr": "give learning_rate",
+    "epochs": "give num_train_epochs",
+    "model": "give model_name_or_path",
+    "dataset": "give dataset_name or train_file",
+    "datasets": "give dataset_name, train_file or mixture",
+    "eval_strategy": "give eval_steps",
+    "evaluation_strategy": "give eval_steps",
+    "batch_size": _BATCH_SIZES,
+    "train_batch_size": _BATCH_SIZES,
+    "per_device_train_batch_size": _BATCH_SIZES,
+    "micro_batch_size": "give per_device_batch_size (examples per forward pass)",
+    "base_model": "give model_name_or_path",
+    "num_epochs": "give num_train_epochs",
+    "sample_packing": "give packing",
+    "sequence_len": "give max_length (tokens of a row)",
+    "max_seq_length": "give max_length (tokens of a row)",
+    "max_seq_len": "give max_length (tokens of a row)",
+    "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
+    "optimizer": "give optim",
+    "lr_scheduler": "give lr_scheduler_type",
+    "warmup_ratio": "give warmup_steps as a fraction below 1",
+    "load_best_model_at_end": "give metric_for_best_model: final/ is then the best evaluated checkpoint",
+    "resume_from_checkpoint": "give resume",
+    "torch_compile": "give compile",
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "fsdp": _LAUNCH,
+    "deepspeed": _LAUNCH,
+    "check_save": _SMOKE,
+    "smoke": _SMOKE,
+}
+
+Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
+
+
+class Given(NamedTuple):
+    """A value that the user gave for a field, and the source of this value."""
+
+    source: str  # stands before the name in errors: "" (a checkpoint), "FILE: " (YAML) or "--" (a flag)
+    value: Any  # from YAML, or the list of words after a flag
+
+
+def flag_names(argv: list[str]) -> set[str]:
+    """Return the names of the flags of a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+
+def with_default_config(argv: list[str]) -> list[str]:
+    """Add --config with the sample run file if `argv` names no run file, task, model or data."""
+    begins_with_flag = not argv or argv[0].startswith("--")
+    if not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
+        return argv
+    if os.environ.get("RANK", "0") == "0":
+        print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
+    return ["--config", SAMPLE, *argv]
+
+
+def gives_folder(argv: list[str]) -> bool:
+    """Return whether the command line, or its run file, names an output_dir."""
+    flags, path = split_flags(argv)
+    given = _given_values(flags, path, {})
+    return "output_dir" in given and given["output_dir"].value not in NOTHING
+
+
+def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[RunConfig, Any]:
+    """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
+
+    Raise one UsageError that lists all unknown names, wrong types and values out of range. engine/config/validation.py
+    checks the rules between fields."""
+    flags, path = split_flags(argv)
+    _warn_of_lists_given_twice(argv)
+    given = _given_values(flags, path, base or {})
+    task = _task(given, tasks)
+    options_type = tasks[task]()
+    core_type = config_type(given.keys() - field_types(options_type).keys())
+    types = field_types(core_type) | field_types(options_type)
+    values, errors = {}, []
+    for name, (source, value) in given.items():
+        if name not in types:
+            errors.append(f"{source}{_explain_unknown(name, task, tasks, types)}")
+        elif value not in NOTHING or not (type(None) in get_args(types[name]) or name in DATA_FILES):
+            try:
+                kind = core_type if name in field_types(core_type) else options_type
+                if source == "--":
+                    values[name] = read_words(kind, name, value)
+                else:
+                    values[name] = read_value(kind, name, value, from_user=source != "")
+            except ValueError as error:
+                choice = value[0] if isinstance(value, list) and len(value) == 1 else value
+                errors.append(f"{source}{missing_addon(name, choice) or error}")
+    if errors:
+        raise UsageError(list_errors(errors))
+    values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
+    core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
+    cfg, options = (
+        kind(**{name: values[name] for name in field_types(kind) if name in values})
+        for kind in (core_type, options_type)
+    )
+    for each in used_addons(cfg):
+        cfg = dataclasses.replace(cfg, **each.complete(cfg))
+    return cfg, options
+
+
+def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:
+    """Return the last value for each field; null in YAML means the default. Refuse URLs with a password."""
+    given = {name: Given("", value) for name, value in base.items()}
+    given |= {name: Given(f"{path}: ", value) for name, value in (read_yaml(path).items() if path else ())}
+    replaced = set().union(*(TRAINING_DATA.get(name, set()) for name, words in flags.items() if words not in NOTHING))
+    given = {name: one for name, one in given.items() if name not in replaced}
+    given |= {name: Given("--", words) for name, words in flags.items()}
+    if refused := [f"{one.source}{name}: {error}" for name, one in given.items() if (error := url_error(one.value))]:
+        raise UsageError(list_errors(refused))
+    return {name: one for name, one in given.items() if one.value is not None}
+
+
+def _task(given: dict[str, Given], tasks: Tasks) -> str:
+    """Return the name of the task."""
+    value = given["task"].value if "task" in given else RunConfig.task
+    task = str(value[-1] if isinstance(value, list) and value else value)
+    if task not in tasks:
+        choices = f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}"
+        raise UsageError(missing_addon("task", task) or choices)
+    return task
+
+
+def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -> str:
+    """Return why `name` is no field of this run, and what to give instead."""
+    for other in tasks:
+        if other != task and name in field_types(tasks[other]()):
+            return f"{name}: it belongs to task {other}, but the task of this run is {task}"
+    if sentence := missing_addon(name):
+        return sentence
+    elsewhere = dict(NAMES_ELSEWHERE)
+    names = [*names]
+    for addon in addons_with_fields():
+        elsewhere |= addon.names_elsewhere()
+        names += field_types(addon)
+    if name in elsewhere:
+        return f"{name}: unknown field; {elsewhere[name]}"
+    return f"{name}: unknown field{did_you_mean(name, names)}"
+
+
+def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
+    """Split a command line into ({name of a flag: words after it}, path of --config or None)."""
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for word in argv:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name == "config" and name in flags:
+                raise UsageError("--config: give it once (with make: make train CONFIG=FILE)")
+            flags[name] = [value] if equals else []
+        elif flags:
+            flags[name].append(word)
+        else:
+            raise UsageError(f"{word!r}: expected a flag: --NAME VALUE, as in --config configs/stdlib_lm.yaml")
+    for name in [name for name, words in flags.items() if name.startswith("no_") and not words]:
+        flags |= {name.removeprefix("no_"): ["false"]}
+        del flags[name]
+    paths = flags.pop("config", [""])
+    if len(paths) != 1:
+        raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
+    return flags, path_of_flag(paths[0], "--config") or None
+
+
+def _warn_of_lists_given_twice(argv: list[str]) -> None:
+    names = [word[2:].partition("=")[0].replace("-", "_") for word in argv if re.match(r"--[A-Za-z]", word)]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1 and get_origin(field_types(RunConfig).get(name)) is list:
+            warn(
+                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
+            )
+
+
+# ---- back to YAML ----------------------------------------------------------------------------------------------------
+
+
+def to_yaml(cfg: RunConfig, options: Any) -> str:
+    """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without query strings."""
+    values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
+    del values["dry_run"]
+    rules = declared_options(type(cfg)) | declared_options(type(options))
+    sources = [values, *(values["mixture"] or {}).values()]
+    for source in sources:
+        for name, value in source.items():
+            if name in rules and rules[name].is_path is True and value:
+                source[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)
+    values = {name: redact_all(value) for name, value in values.items() if value != []}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

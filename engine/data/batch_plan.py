@@ -1,0 +1,218 @@
+"""The batch plan: the examples, micro-batch and seed of every step.
+
+Functions of the plan and the step: no torch, no processes, no files.
+Tests: tests/engine/data/test_batch_plan.py and tests/conformance/.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from engine.config.addons import first_answer, used_addons
+from engine.config.schema import RunConfig
+from engine.data.row_order import Quotas, example_ids, splitmix64
+from engine.data.seeding import derive_seed
+
+OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The positions of an epoch that each step takes: the last step of an epoch takes the remaining ones.
+
+    An add-on may derive other sizes from this class. It must find any step in O(1)."""
+
+    num_examples: int
+    global_batch: int
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch. The last one holds the remaining examples."""
+        return -(-self.num_examples // self.global_batch)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step in the epoch) of step `step` of the run, both counted from 0."""
+        return divmod(step, self.per_epoch)
+
+    def first_step(self, epoch: int) -> int:
+        """Return the number of steps before an epoch."""
+        return epoch * self.per_epoch
+
+    def positions(self, epoch: int, within: int) -> tuple[int, int]:
+        """Return the first position of a step in its epoch, and the one after its last."""
+        start = within * self.global_batch
+        return start, min(start + self.global_batch, self.num_examples)
+
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of steps in `epochs` epochs; a part of an epoch is a part of its steps, rounded up."""
+        return math.ceil(round(epochs * self.per_epoch, 6))
+
+    def epochs_of(self, step: int) -> float:
+        """Return the number of epochs finished after `step` steps."""
+        return step / self.per_epoch
+
+
+def sizes_of_run(cfg: RunConfig, num_examples: int) -> StepSizes:
+    """Return the sizes of the steps of a run with `num_examples` draws per epoch."""
+    sizes = first_answer(each.step_sizes(cfg, num_examples) for each in used_addons(cfg))
+    return StepSizes(num_examples, cfg.global_batch_size) if sizes is None else sizes
+
+
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def draw_ids(config: "PlanConfig", epoch: int, start: int, stop: int) -> np.ndarray:
+    """Return the ids that are drawn at positions start … stop−1 of an epoch: each row once, or by the quotas."""
+    return example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
+
+
+Ids = Callable[["PlanConfig", int, int, int], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanConfig:
+    """All inputs, besides the step number, that determine the examples of a step and their micro-batches.
+
+    The last four are what an add-on may replace by its own (`change_plan` in engine/config/add_on.py)."""
+
+    num_examples: int  # draws per epoch
+    global_batch: int
+    micro_batch: int
+    seed: int
+    lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
+    max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
+    quotas: Quotas | None = None  # for a mixture
+    step_sizes: StepSizes | None = None  # None: global_batch examples per step
+    draw: Ids = draw_ids  # the rows at given positions of an epoch
+    ids: Ids | None = None  # the rows of the step at given positions; None: those drawn there
+    max_length: Callable[[int], int] | None = None  # step, counted from 0 -> tokens that are left of a longer row
+
+    @property
+    def sizes(self) -> StepSizes:
+        return self.step_sizes or StepSizes(self.num_examples, self.global_batch)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Input of one forward pass: example ids, and the seed of all randomness inside it."""
+
+    ids: np.ndarray
+    seed: int
+    step: int = 0  # optimizer step since the start of the run
+    index: int = 0  # position in the step's plan
+    cost: int = 0  # tokens including padding, or rows if lengths are unknown
+    last: bool = True  # last micro-batch of the rank in its step: gradients are reduced after it
+    dummy: bool = False  # weight zero; run because every rank must take part in the reduction
+    hash: tuple[float, float] = (0.0, 0.0)  # `hash_ids` of its ids; of a micro-batch that was read for training
+
+
+def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
+    """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
+
+    With lengths, the global batch is sorted by length before it is split, so rows of similar length are padded
+    together. The sum over the global batch, and so the gradient, does not depend on the split.
+    """
+    start, stop = config.sizes.positions(epoch, step)
+    ids = (config.ids or config.draw)(config, epoch, start, stop)
+    of_run = config.sizes.first_step(epoch) + step
+    max_length = config.max_length(of_run) if config.max_length else None
+    parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)
+    return [
+        MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), of_run, j, cost)
+        for j, (part, cost) in enumerate(parts)
+    ]
+
+
+def split_into_micro_batches(
+    ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None, max_length: int | None = None
+) -> list[tuple[np.ndarray, int]]:
+    """Split `ids` into (part, cost) pairs; with `lengths`, longest rows first.
+
+    A part has `micro_batch` rows (the last part may have fewer), or at most `max_tokens` tokens including padding.
+    Rows are shortened to `max_length` tokens first."""
+    if lengths is None:
+        parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
+        return [(part, len(part)) for part in parts]
+    by_row = np.asarray(lengths[ids]).astype(np.int64)
+    by_row = by_row if max_length is None else np.minimum(by_row, max_length)
+    order = np.argsort(-by_row, kind="stable")
+    ids, by_row = ids[order], by_row[order]
+    bounds = split_by_tokens(by_row, max_tokens) if max_tokens else [*range(0, len(ids), micro_batch), len(ids)]
+    return [(ids[a:b], int(by_row[a]) * (b - a)) for a, b in pairwise(bounds)]
+
+
+def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
+    """Return the bounds that split rows, longest first, into parts of at most `max_tokens` tokens, at minimum cost.
+
+    The cost of a part is its tokens including padding, plus OVERHEAD × max_tokens. A longer row gets its own part."""
+    count = len(lengths)
+    overhead = max(1, int(max_tokens * OVERHEAD))
+    best = np.zeros(count + 1, np.int64)  # least cost of the first `end` rows
+    back = np.zeros(count + 1, np.int64)  # where the last part of that split starts
+    for end in range(1, count + 1):
+        shortest = max(1, int(lengths[end - 1]))
+        starts = np.arange(max(0, end - max(1, max_tokens // shortest)), end)
+        tokens = lengths[starts] * (end - starts)
+        fits = (tokens <= max_tokens) | (starts == end - 1)
+        values = np.where(fits, best[starts] + tokens + overhead, np.iinfo(np.int64).max)
+        chosen = int(np.argmin(values))
+        best[end] = values[chosen]
+        back[end] = starts[chosen]
+    bounds = [count]
+    while bounds[-1]:
+        bounds.append(int(back[bounds[-1]]))
+    return bounds[::-1]
+
+
+def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
+    """Return each rank's micro-batches of a step. Costs are balanced, counts differ by at most one, and none is 0.
+
+    Micro-batches, most expensive first, go to the least loaded rank that has room (longest processing time first). A
+    rank without a micro-batch gets a dummy batch of weight zero, because every rank must take part in the reduction.
+    """
+    room = -(-len(micro_batches) // world_size)
+    of_rank = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for micro in sorted(micro_batches, key=lambda m: -m.cost):
+        rank = min((r for r in range(world_size) if len(of_rank[r]) < room), key=lambda r: (loads[r], r))
+        of_rank[rank].append(replace(micro, last=False))
+        loads[rank] += micro.cost
+    dummy = replace(micro_batches[-1], ids=micro_batches[-1].ids[:2], dummy=True)  # two: batch norm refuses one row
+    for batch in of_rank:
+        batch[-1:] = [replace(batch[-1] if batch else dummy, last=True)]
+    return of_rank
+
+
+def training_order(config: PlanConfig, rank: int, world_size: int, start: int, stop: int) -> Iterator[MicroBatch]:
+    """Yield one rank's micro-batches of optimizer steps start … stop−1. Starting at any step is O(1)."""
+    for step in range(start, stop):
+        epoch, within = config.sizes.locate(step)
+        yield from assign_to_ranks(plan(config, epoch, within), world_size)[rank]
+
+
+def evaluation_order(
+    num_examples: int, micro_batch: int, seed: int, lengths=None, block: int | None = None
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
+
+    By default, a block is 64 micro-batches. No micro-batch has rows of two blocks."""
+    index, block = 0, block or 64 * micro_batch
+    for start in range(0, num_examples, block):
+        ids = np.arange(start, min(start + block, num_examples))
+        for part, cost in split_into_micro_batches(ids, micro_batch, lengths):
+            yield MicroBatch(part, derive_seed("evaluation", seed, index), index=index, cost=cost)
+            index += 1
+
+
+LOW = np.uint64(0xFFFFFFFF)
+
+
+def hash_ids(ids: np.ndarray) -> tuple[float, float]:
+    """Return two sums over hashes of `ids`. Summed over ranks, they are the same for any split and order of the ids.
+
+    Each hash has 32 bits, so a float64 holds the sum of two million of them exactly."""
+    hashed = splitmix64(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    return float((hashed & LOW).sum()), float((hashed >> np.uint64(32)).sum())

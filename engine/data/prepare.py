@@ -1,0 +1,244 @@
+"""Preparation (tokenization) of a split: once per disk, in blocks, by processes of one rank; published complete.
+
+The rows depend only on the data, so they are the same for any number of processes. Tests: tests/engine/data/test_prepare.py.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from engine import task as base
+from engine.config.errors import Failure, UsageError
+from engine.config.schema import RunConfig
+from engine.data.column_types import keep_json_text
+from engine.data.data_loader import init_worker
+from engine.data.file_columns import refuse_mixed_types
+from engine.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
+from engine.data.row_errors import encode_rows, read_rows
+from engine.data.sources import Source
+from engine.process import console
+from engine.storage import atomic_folder, verify_hashes
+from engine.storage.cache_folder import cache_root, run_once
+from engine.storage.code_hash import code_hash
+from engine.task_registry import Task
+from engine.text.labels import SeveralTypes
+
+if TYPE_CHECKING:
+    from engine.data.raw_rows import RawRows
+
+BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
+BLOCK_ROWS = 10_000  # maximum rows of a block
+MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
+TEXT = Path(__file__).parents[1] / "text"
+# Their code is in the cache key, besides that of `encode`
+CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "prepared_split.py", "column_types.py")
+CODE += ("builders.py", "file_columns.py", "csv_reader.py", "json_reader.py")
+
+
+def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
+    """Return the folder of a source's prepared rows. If it is missing, one process prepares them; the others wait."""
+    folder = cache_root(cfg) / "prepared" / cache_key(task, source)
+
+    def prepare() -> None:
+        of_host = folder.with_name(f"{folder.name}.{gethostname()}")  # where locks reach no other host, each prepares
+        if not of_host.exists():  # else an earlier start was killed before the rename
+            _say_why_again(folder, source)
+            atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
+        try:
+            of_host.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
+
+    run_once(folder, prepare, f"preparing {source.split} data")
+    sizes = {name: entry["size"] for name, entry in verify_hashes.read_manifest(folder).get("files", {}).items()}
+    for name, size in (sizes or {verify_hashes.MANIFEST: None}).items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
+    return folder
+
+
+# ---- cache key -------------------------------------------------------------------------------------------------------
+
+
+def cache_key(task: Task, source: Source) -> str:
+    """Return the cache key of prepared rows: a hash of the data and what the task makes of it, and one of the code."""
+    import datasets
+
+    # A base model and its instruct variant may differ only in settings that tokenizer.json lacks, such as end of text.
+    tokenizer = getattr(task, "tokenizer", None)
+    settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
+    settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
+    rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
+    code = code_hash([*encode_files(task), *(Path(__file__).with_name(name) for name in CODE)])
+    hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
+    return f"{hashes[0][:32]}-{hashes[1][:16]}"
+
+
+def _say_why_again(folder: Path, source: Source) -> None:
+    """Print a line if the same rows are there already, prepared by other code."""
+    rows = folder.name.partition("-")[0]
+    there = [path for path in folder.parent.glob(f"{rows}-*") if path.is_dir()]
+    if not all(path.name.startswith(folder.name) for path in there):
+        print(f"preparing {source.split} data again: its code, or the version of `datasets`, has changed", flush=True)
+
+
+def encode_files(task: Task) -> list[Path]:
+    """Return the files of the code behind a task's `encode`: engine/text, those of its classes, and `encode_helpers`.
+
+    Of a task that is a folder, all its files."""
+    files = [Path(module.__file__ or "") for module in task.encode_helpers]
+    files += [Path(inspect.getfile(c)) for c in type(task).__mro__ if c not in (base.Task, object)]
+    every = [file.parent.glob("*.py") if file.stem == "__init__" else [file] for file in files]
+    return sorted({path for files in (TEXT.glob("*.py"), *every) for path in files})
+
+
+# ---- all rows of a split ---------------------------------------------------------------------------------------------
+
+
+def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> None:
+    """Write the prepared rows of a source and their statistics to `folder`."""
+    from engine.data.raw_rows import load_raw_rows  # not needed where rows are prepared already
+
+    before = source.key()
+    processes = cfg.preprocessing_num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the other ranks wait
+    raw = load_raw_rows(source, cfg, partial(in_processes, processes))
+    stats = {"examples": 0} if raw is None else _write_rows(task, raw, processes, folder)  # None: no such split
+    if source.key() != before:
+        raise UsageError(f"{source.field}: {source} changed while it was read: start again when it is complete")
+    (folder / STATS).write_text(json.dumps(stats))
+
+
+def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
+    """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
+    source, count = raw.source, len(raw.rows)
+    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
+    try:
+        columns, features = task.inspect_columns(raw.rows, source.split)
+    except SeveralTypes as error:
+        refuse_mixed([error.column])
+        raise
+    except pa.ArrowException:  # such as labels of several types
+        refuse_mixed(raw.rows.column_names)
+        raise
+    refuse_mixed(columns)
+    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
+    encoded = keep_encoded(rows)
+    size = max(raw.rows.data.nbytes, count * MEDIA_FILE if encoded.features != rows.features else 0)
+    blocks = block_ranges(count, size)
+    encode = partial(
+        _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
+    )
+    stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
+    digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
+        writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), features.arrow_schema))
+        progress = console.Progress(f"preparing {source.split}", len(blocks), "blocks")
+        for batch, arrays, sums in stack.enter_context(closing(in_processes(processes, encode, blocks))):
+            writer.write_batch(batch)
+            digest.update(batch.serialize())
+            for name, file in files.items():
+                file.write(arrays[name].tobytes())
+            for name, value in zip(SUMS, sums, strict=True):
+                stats[name] += int(value)
+            stats["longest"] = max(stats["longest"], int(arrays["lengths"].max(initial=0)))
+            stats["blocks"].append(batch.num_rows)
+            progress.update()
+    if not stats["source_rows"]:
+        raise UsageError(source.explain_no_rows(count))
+    if not stats["targets"]:
+        rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
+        raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(stats)}")
+    return stats | {"rows": digest.hexdigest()}
+
+
+def _reason_for_no_targets(stats: dict[str, Any]) -> str:
+    """Return the reason, and the fix if there is one, from the counts of a split without a target."""
+    if stats["rows_cut"]:
+        cut = f"{stats['rows_cut']:,} of them are longer than max_length, and truncation has removed their targets"
+        return f"{cut}: raise --max_length"
+    if stats["longest"] < 2:
+        return "every row is too short: no row has two tokens"
+    return "all labels are masked (-100), or no turn is the assistant's"
+
+
+def block_ranges(rows: int, size: int) -> list[range]:
+    """Return the blocks of `rows` rows of `size` bytes, which are encoded together. They depend on nothing else."""
+    parts, step = max(1, min(rows, -(-size // BLOCK))), max(1, min(BLOCK_ROWS, BLOCK * rows // max(1, size)))
+    bounds = pairwise(rows * i // parts for i in range(parts + 1))
+    return [range(first, min(first + step, stop)) for start, stop in bounds for first in range(start, stop, step)]
+
+
+def _encode_block(task: Task, raw: "RawRows", schema: pa.Schema, ids: range) -> tuple[pa.RecordBatch, dict, tuple]:
+    """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`."""
+    kept = raw.source.choose_rows(raw, ids)
+    chosen = ids if kept.all() else (ids.start + np.flatnonzero(kept)).tolist()
+    if not len(chosen):
+        empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()} | {"kept": kept}
+        return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS)
+    rows, batch = encode_rows(task, read_rows(raw.rows, chosen, raw.describe_row), chosen, raw.describe_row, schema)
+    lengths, targets, cut = (np.asarray(rows[name], np.int64) for name in COUNTS)
+    hashes = np.array([xxhash.xxh3_64_intdigest(content) for content in _contents(batch)], np.uint64)
+    sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum(), (targets == 0).sum(), len(lengths))
+    return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums
+
+
+def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
+    """Yield the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
+    readers: dict[str, Any] = dict(sorted(column_readers(batch)))
+    for i in range(batch.num_rows):
+        if "documents" in readers:
+            yield from (
+                ids.tobytes() for ids in np.split(readers["input_ids"](i), readers["documents"](i).cumsum()[:-1])
+            )
+        else:
+            yield pickle.dumps([read(i) for read in readers.values()])
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+class Results(torch.utils.data.Dataset):
+    """Dataset of the results of a function: a worker of a DataLoader computes that of each item."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function = function
+
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self.function(item)
+        except (UsageError, Failure, OSError) as error:  # if it was raised, the DataLoader would change its message
+            return error
+
+
+def in_processes(processes: int, function: Callable[[Any], Any], items: list) -> Generator:
+    """Yield `function(item)` of each item, in order, computed in up to `processes` forked processes."""
+    processes = min(processes, len(items))
+    if processes < 2:
+        yield from map(function, items)
+        return
+    options = {"worker_init_fn": init_worker, "collate_fn": lambda result: result, "multiprocessing_context": "fork"}
+    for result in torch.utils.data.DataLoader(
+        Results(function), batch_size=None, sampler=items, num_workers=processes, **options
+    ):
+        if isinstance(result, Exception):
+            raise result
+        yield result

@@ -1,0 +1,89 @@
+"""Checks that refuse what would train wrong numbers or hang: settings, model, parameters in a step.
+
+Tests: tests/engine/distributed/test_unused_parameters.py, tests/src/training/.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+from engine.distributed.sharded_tensors import plain_name
+from engine.process import private_apis
+
+if TYPE_CHECKING:
+    from engine.distributed.backends import Backend
+
+
+def check_settings(backend: "Backend", cfg: RunConfig) -> None:
+    """Raise UsageError for settings that this backend does not support."""
+    mesh = backend.accelerator.parallelism_config
+    if mesh and (mesh.cp_size > 1 or mesh.sp_size > 1):
+        raise UsageError("context and sequence parallelism are not supported: docs/scaling.md says what to use instead")
+    for name in backend.unsupported:
+        if value := getattr(cfg, name, None):  # it may belong to an add-on that the run file does not name
+            raise UsageError(
+                f"{name} is {str(value).lower()}, which {backend.name} does not support: remove it, or use DDP or FSDP2 "
+                "(accelerate_configs/ddp.yaml, fsdp2.yaml)"
+            )
+
+
+def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
+    parameter without an optimizer."""
+    if backend.is_sharded:
+        check_only_tensors(model)
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and backend.accelerator.num_processes > 1:
+            raise UsageError(
+                f"{name} is a SyncBatchNorm, which depends on the number of processes: use BatchNorm; its running statistics "
+                "are the same on all processes here"
+            )
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if trainable:
+        raise UsageError(
+            f"{', '.join(trainable[:5])}: trainable, but in no parameter group of the optimizer: add it to one "
+            "(`parameter_groups` in src/training/optimizers.py), or freeze it in `build`"
+        )
+
+
+def check_only_tensors(model: torch.nn.Module) -> None:
+    """Raise UsageError if a state dict holds something else than tensors, which can be neither sharded nor saved."""
+    if others := [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]:
+        raise UsageError(
+            f"{others[0]} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
+            "a buffer"
+        )
+
+
+def check_trainable(parameters: dict[str, torch.nn.Parameter], trainable: set[str]) -> None:
+    """Raise UsageError if a parameter was frozen or unfrozen after the optimizer and the reduction were built."""
+    changed = [name for name, p in parameters.items() if p.requires_grad != (name in trainable)]
+    if changed:
+        raise UsageError(
+            f"requires_grad of {', '.join(changed[:5])} was changed during training, which neither the optimizer nor the "
+            "reduction of gradients notices: set it in `build` of the task; to change it later, train the second part "
+            "as a run of its own with --init_from CHECKPOINT"
+        )
+
+
+def check_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Raise UsageError if DDP is still waiting for a gradient after the last backward pass of a step.
+
+    Otherwise it says so only in its next forward pass, after an update with gradients that were not reduced."""
+    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return
+    try:
+        private_apis.check_reduced(module)
+    except RuntimeError as error:
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        missing = [names[int(index)] for index in indices[1].split()] if indices else ["some parameters"]
+        raise UsageError(
+            f"the loss does not use {', '.join(missing[:5])} in this step, and DDP waits for their gradients: freeze them by "
+            "the field freeze (of an adapter: name the layers in its exclude_modules), or, if other rows use them, "
+            "set --ddp_find_unused_parameters true"
+        ) from error

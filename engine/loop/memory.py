@@ -1,0 +1,70 @@
+"""Memory of a device, as the plan estimates it: weights, gradients and optimizer moments, without activations.
+
+docs/scaling.md explains the arithmetic. Tests: tests/engine/loop/test_memory.py.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from engine.config.addons import load_addon
+from engine.config.optimizer_class import find_optimizer, normalized
+from engine.config.schema import RunConfig
+from engine.distributed.init_accelerator import sharding_of_launch
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Return (parameters, trainable parameters) of a model, which may be on the meta device or sharded."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]  # ds_numel: under ZeRO-3
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def optimizer_moments(cfg: RunConfig) -> int:
+    """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
+    _, addon = find_optimizer(cfg.optim)
+    values = {"sgd": 1, "adafactor": 0} | getattr(addon, "STATE_PER_WEIGHT", {})
+    return values.get(normalized(cfg.optim), 2)
+
+
+def describe_memory(
+    cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], copies: int = 0
+) -> str:
+    """Return one line: the memory per device under this launch's backend.
+
+    `copies`: copies of the trained weights that techniques have."""
+    addons = [name for name in sharding_of_launch() if name != "FSDP"]
+    if addons:  # the add-on has accelerate's name
+        addon = load_addon("backends", addons[0].lower())
+        name, sizes, offload = addon.memory_of_launch(cfg, *count_parameters(model), copies)
+    else:
+        name, shards, offload = backend_of_launch()
+        sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
+    where = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
+    size, more = format_size(sum(sizes.values())), "plus activations: a short run shows them (docs/scaling.md)"
+    return f"{size} {where} for weights, gradients and optimizer; {more}"
+
+
+def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer state that a process keeps between steps.
+
+    `shards` processes together hold one copy. `copies` of the trained weights, in float32, count as weights."""
+    width = getattr(torch, cfg.dtype).itemsize
+    weights, gradients = width * parameters / shards, width * trained / shards
+    weights += copies * max(width, 4) * trained / shards
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_moments(cfg) * width * trained / shards}
+
+
+def backend_of_launch() -> tuple[str, int, bool]:
+    """Return (name, shards, whether weights are in host memory) from the launcher's variables, for DDP and FSDP2."""
+    world = int(_env("WORLD_SIZE", "1"))
+    if _env("ACCELERATE_USE_FSDP") == "true":
+        copies = int(_env("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+        tp_size = int(_env("PARALLELISM_CONFIG_TP_SIZE", "1"))  # it splits most weights further: an upper bound
+        shards = max(1, world // copies // tp_size)
+        return "HSDP" if copies > 1 else "FSDP2", shards, _env("FSDP_OFFLOAD_PARAMS") == "true"
+    return "DDP" if world > 1 else "one device", 1, False
+
+
+def _env(name: str, default: str = "") -> str:
+    return os.environ.get(name, default).lower()

@@ -1,0 +1,167 @@
+"""Model construction on the CPU, of transformers or any nn.Module: from a checkpoint, pretrained, random, or empty.
+
+Tests: tests/engine/models/test_loading.py, tests/engine/models/test_plain_model.py and tests/engine/config/test_bad_input.py.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from engine.config.add_on import AddOn, overrides
+from engine.config.addons import used_addons
+from engine.config.errors import UsageError, errors_of, warn
+from engine.config.paths import locate, read_yaml
+from engine.config.schema import RunConfig
+from engine.models import varlen_attention
+from engine.models.config_and_tokenizer import model_folder, refuse_adapter, refuse_quantized
+from engine.storage.jsonl import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def build_model(
+    cfg: RunConfig,
+    config: "PreTrainedConfig",
+    auto_class: type,
+    weights: str | None = None,
+    new_weights: tuple[str, ...] = (),
+    empty: bool = False,
+) -> "PreTrainedModel":
+    """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random from the seed.
+
+    With `empty`, its parameters are allocated but never written. Raise UsageError if the files lack parameters.
+    Pretrained files may lack those with a name that contains one of `new_weights` (a new head)."""
+    from transformers.initialization import no_init_weights
+
+    torch.manual_seed(cfg.seed)
+    options: dict = {"dtype": weight_dtype(cfg)}
+    by_lengths = cfg.attn_implementation == varlen_attention.NAME
+    if cfg.attn_implementation:
+        options["attn_implementation"] = "sdpa" if by_lengths else cfg.attn_implementation
+    name = weights or cfg.model_name_or_path
+    folder = weights_folder(cfg, weights) if name and not empty else None
+    with errors_of(f"{name or cfg.model_config}: the model could not be built"):
+        info: dict = {"missing_keys": [], "mismatched_keys": []}
+        if empty:
+            # Parameters are allocated but never written: such memory costs nothing until its first use. The meta device
+            # does not work here: all its addresses are equal, and accelerate identifies parameters by address.
+            with no_init_weights():
+                model = auto_class.from_config(config, **options)
+            model.tie_weights()
+        elif folder is None:
+            model = auto_class.from_config(config, **options)
+        else:
+            model, info = auto_class.from_pretrained(
+                folder,
+                config=config,
+                trust_remote_code=cfg.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below
+                **options,
+            )
+            correct_tied_setting(model)
+    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    missing = [key for key in missing if weights or not any(part in key for part in new_weights)]
+    if missing:
+        raise UsageError(
+            f"{name} has no weights of this name and shape for {len(missing)} parameters of {type(model).__name__}, first "
+            f"{min(missing)}: they would stay random; give a folder saved from this kind of model"
+        )
+    return varlen_attention.use_in(model) if by_lengths else model
+
+
+def correct_tied_setting(model: "PreTrainedModel") -> None:
+    """Set `tie_word_embeddings` to false in a configuration that says tied for weights which transformers left apart.
+
+    It does so if the files hold different values for both. Of a model with several pairs of tied weights, some of which
+    are apart, the setting stays: false would mean all of them."""
+    from transformers import PreTrainedModel
+
+    pairs_of_config: dict[int, list[tuple[Any, Any]]] = {}  # the parts of a model may share a configuration
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        for target, source in part.get_expanded_tied_weights_keys().items():
+            pair = (part.get_parameter_or_buffer(target), part.get_parameter_or_buffer(source))
+            pairs_of_config.setdefault(id(part.config), []).append(pair)
+    for part in parts:
+        pairs = pairs_of_config.get(id(part.config))
+        if pairs and all(target is not source for target, source in pairs):
+            part.config.tie_word_embeddings = False
+
+
+def weight_dtype(cfg: RunConfig) -> torch.dtype:
+    """Return the dtype of the weights; warn if it is bfloat16."""
+    if cfg.dtype == "bfloat16":
+        warn(
+            "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
+            "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
+        )
+    return getattr(torch, cfg.dtype)
+
+
+def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
+    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base model
+    without what an add-on of its run has trained.
+
+    Only `weights`, a model of a run, are loaded with the tensors of its add-ons."""
+    folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
+    refuse_adapter(str(folder), folder)
+    refuse_quantized(str(folder), read_json(folder / "config.json"))
+    writes_tensors = any(overrides(each, AddOn.write_own_tensors) for each in used_addons(cfg))
+    is_loaded = weights is not None and writes_tensors
+    files = tensors_of_addons(folder)
+    if files and not is_loaded:
+        raise UsageError(
+            f"{folder} holds a base model and, beside it, {files[0].name} of an add-on that its run used: give the run's "
+            "final/, where both are one model; or to train them further, give --init_from and that run's field of the "
+            "add-on (state.json has it)"
+        )
+    return folder
+
+
+def tensors_of_addons(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that an add-on wrote, such as an adapter; none for any other folder."""
+    parts = read_json(folder / "state.json").get("numbers")
+    if not isinstance(parts, dict):
+        return []
+    known = re.compile(rf"({'|'.join(map(re.escape, ['model', *parts]))})(-\d+-of-\d+)?\.safetensors")
+    return sorted(path for path in folder.glob("*.safetensors") if not known.fullmatch(path.name))
+
+
+# ---- any nn.Module: a task calls these in `load` and `build` if its model has no `save_pretrained` --------------------
+
+
+def saved_config(cfg: RunConfig) -> dict[str, Any]:
+    """Return config.json of the model that `model_name_or_path` names, {} if it is not set or has no such file.
+
+    Call it in `load`: it holds what `model_config` returned when a run saved the model."""
+    file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json") if cfg.model_name_or_path else None
+    return read_yaml(file) if file and file.exists() else {}
+
+
+def build_plain_model(
+    cfg: RunConfig, make: Callable[[], torch.nn.Module], weights: str | Path | None = None, empty: bool = False
+) -> torch.nn.Module:
+    """Return `make()` in `cfg.dtype`: with the weights of `weights`, else of `model_name_or_path`, else random.
+
+    Random weights depend only on the seed. With `empty`, no weights are loaded. Raise UsageError if the files and the
+    module do not have the same parameters and buffers, of tied ones all names."""
+    torch.manual_seed(cfg.seed)
+    model, dtype = make(), weight_dtype(cfg)
+    for value in (*model.parameters(), *model.buffers()):
+        if value.is_floating_point():
+            value.data = value.data.to(dtype)
+    if empty or not (weights or cfg.model_name_or_path):
+        return model
+    folder = weights_folder(cfg, weights)
+    tensors: dict[str, torch.Tensor] = {}  # memory-mapped
+    for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")):
+        tensors |= load_file(path)
+    with errors_of(f"the weights in {folder} do not fit {type(model).__name__}"):
+        model.load_state_dict(tensors)
+    return model

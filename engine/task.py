@@ -1,0 +1,136 @@
+"""Task interface: the methods of a task, and the batch that it gives to the model.
+
+A task defines its rows and the sums that its loss returns. It knows nothing of processes, devices or steps.
+Tests: tests/conformance/; run them on your own task.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.config.addons import used_addons
+from engine.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+
+# Methods of `Task` that have to be defined.
+REQUIRED = ("load", "fingerprint", "inspect_columns", "encode", "build", "collate", "loss")
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the host: the model's inputs, and counts that need no model."""
+
+    inputs: dict[str, torch.Tensor]
+    weight: float  # denominator of the loss: tokens, rows, pixels, …; summed over the global batch
+    tokens: int  # real tokens (or rows, pixels, …), for the throughput
+    padded_tokens: int  # the same including padding
+    sums: dict[str, float] = {}  # additional sums for `metrics`, such as bytes
+
+
+class Task:
+    """Base class of a task. Its file also defines a dataclass `Options` with fields made by `option(...)`.
+
+    Every process calls every method, in the order of this class. Those of REQUIRED have to be defined. A task with the
+    option `sample_prompt` also has `sample(model)`, which returns a text to print after training. Add-ons ask a task
+    for more: see addons/README.md."""
+
+    unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
+    decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
+    json_columns: tuple[str, ...] = ("messages", "tools")  # raw columns that may hold several types; others are refused
+    attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
+    encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
+
+    def __init__(self, cfg: RunConfig, options: Any):
+        self.cfg, self.options = cfg, options
+
+    def load(self) -> None:
+        """Read what rows and model need (tokenizer, configuration). Raise UsageError if it does not fit together."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Return the task's part of the cache key: everything that `encode` depends on besides rows and code."""
+        raise NotImplementedError
+
+    def inspect_columns(self, examples: "Dataset", split: str) -> tuple[list[str], "Features"]:
+        """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
+
+        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
+        only the first ones, or none. Called before `encode`, unless the prepared rows are in the cache."""
+        raise NotImplementedError
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        """Return the columns of the prepared rows made from a batch of raw rows.
+
+        Three integer columns are required: `length`, `targets` (what a row adds to the weight of its batch) and `cut`
+        (tokens truncated by max_length). Any process may call this for any part of the data, so the result must depend
+        only on `batch`. `locations[i]` names the file and line of raw row i, for error messages."""
+        raise NotImplementedError
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        """Return the model, any nn.Module, on the CPU in `cfg.dtype`, the same on every rank.
+
+        `weights` is the folder of a run's model to load; None: `cfg.model_name_or_path`, or random values.
+        With `empty` the values do not matter, because rank 0 sends them (FSDP2): initializing them is not needed."""
+        raise NotImplementedError
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        """Return the padded micro-batch. Augmentation, masking and mixup belong here, only if `training` is true.
+
+        torch, numpy and `random` are seeded for each micro-batch before this call, so they are reproducible."""
+        raise NotImplementedError
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return sums over the micro-batch: `loss` in float32 or better, and in evaluation the sums for `metrics`.
+
+        Runs inside the wrapped module (DDP, FSDP2). In evaluation, a tensor of shape (rows, …) holds one value or
+        vector per row. Evaluation collects these values by example id for `row_metrics`, and needs the same names, and
+        vectors of one length, for any rows. In training, further sums appear in the train line, divided by the weight."""
+        raise NotImplementedError
+
+    # ---- what only some tasks define ---------------------------------------------------------------------------------
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        """Return quotients of sums for the eval line, NaN if undefined: the same names for any rows."""
+        return {}
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics that need the values of all rows (F1, BLEU). `rows` is in the order of example ids."""
+        return {}
+
+    def on_prepared(self, features: "Features") -> None:
+        """Store what `build` needs from the features of the prepared rows, such as the label names."""
+
+    def on_train_data(self, train_set: Any) -> None:
+        """Store what the loss needs to know of all training rows, such as the number of each class."""
+
+    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""
+        return model
+
+    def wrap_gradient(self, compute: Callable) -> Callable:
+        """Return `compute_gradient` of train.py, or what takes its place: for a loss over the whole batch."""
+        return compute
+
+    def model_config(self) -> dict[str, Any]:
+        """Return config.json for a model without `save_pretrained`; `load` reads it by `saved_config(cfg)`."""
+        return {}
+
+    # ---- not to be defined -------------------------------------------------------------------------------------------
+
+    def build_model(
+        self, weights: str | None = None, empty: bool = False, on_built: Callable[[torch.nn.Module], None] | None = None
+    ) -> torch.nn.Module:
+        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this.
+
+        `on_built` is called with the model before that."""
+        model = self.build(weights, empty=True) if empty else self.build(weights)
+        if on_built is not None:
+            on_built(model)
+        for each in used_addons(self.cfg):
+            each.change_built_model(self, model, weights, empty)
+        return model

@@ -1,0 +1,244 @@
+"""Whether a chat template writes every text of a chat, and where: rendered once more with a mark around each text.
+
+A template that removes, changes or garbles a text is refused: a row is what its file says. Tests: tests/engine/text/test_chat.py.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from engine.text.chat_turns import CALLS, REASONING, Chat
+
+Render = Callable[..., str]  # turns, options -> text
+
+# A mark is a number between two noncharacters, which Unicode keeps out of texts (those of private use are in fonts of
+# icons); JSON writes them as they are.
+MARKED_TEXT = re.compile("\ufdd0(\\d+)\ufdd1(.*?)\ufdd2", re.DOTALL)
+THINK_TAG = re.compile("(</?think>)")
+OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a template that writes it"
+
+
+class Text(NamedTuple):
+    """A text of a turn, without the spaces around it. `is_content`: it is what the turn says.
+
+    It is empty for a turn that says nothing, which has a place, too."""
+
+    turn: int
+    name: str
+    text: str
+    is_reasoning: bool
+    is_content: bool
+
+
+class Places(NamedTuple):
+    """Where in the rendered chat the first text of each turn begins, and its last one ends."""
+
+    begins: dict[int, int]
+    ends: dict[int, int]
+
+
+def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], Places]:
+    """Return the texts of a chat, and where they stand. Raise ValueError if a text is not written.
+
+    No place is known if the template writes something else when texts are marked, for example because it compares
+    names."""
+    texts, marked = _render_marked(render, chat, also_empty=True)
+    if MARKED_TEXT.sub(r"\2", marked) != rendered and not all(text.text for text in texts):
+        texts, marked = _render_marked(
+            render, chat, also_empty=False
+        )  # a template may test whether a turn says anything
+    if MARKED_TEXT.sub(r"\2", marked) != rendered:
+        _check_by_search(chat, texts, rendered)
+        return texts, Places({}, {})
+    written: set[int] = set()
+    places = Places({}, {})
+    characters_of_marks = 0
+    for match in MARKED_TEXT.finditer(marked):
+        text = texts[int(match[1])]
+        if match[2] in ways_to_write(text.text):
+            written.add(int(match[1]))
+        begin = match.start() - characters_of_marks
+        places.begins.setdefault(text.turn, begin)
+        places.ends[text.turn] = begin + len(match[2])
+        characters_of_marks += len(match[0]) - len(match[2])
+    reasoning_written = {(texts[k].turn, texts[k].text) for k in written if texts[k].is_reasoning}
+    for k, text in enumerate(texts):
+        has_another_name = text.is_reasoning and (text.turn, text.text) in reasoning_written
+        if text.text and k not in written and not has_another_name:
+            _refuse(chat, text, [texts[k] for k in written])
+    return texts, places
+
+
+def _render_marked(render: Render, chat: Chat, also_empty: bool) -> tuple[list[Text], str]:
+    """Return the texts of a chat, and the chat with a mark around each; an empty text if the template refuses marks."""
+    texts: list[Text] = []
+    turns = [_mark_turn(i, turn, texts, also_empty) for i, turn in enumerate(chat.turns)]
+    return texts, _render_or_none(render, turns) or ""
+
+
+def choose_render(render: Render, chat: Chat) -> Render:
+    """Return `render`, or for a template that takes only lists of parts, as those for images, one that gives it these."""
+
+    def render_parts(turns: list[dict], **options: Any) -> str:
+        return render([_with_parts(turn) for turn in turns], **options)
+
+    # The longest text: a short one may stand in a header. Not the assistant's: a template may leave out its reasoning.
+    said = [turn for turn in chat.turns if isinstance(turn["content"], str) and turn["content"].strip()]
+    said = [turn for turn in said if turn["role"] != "assistant"] or said
+    texts: list[str] = [turn["content"].strip() for turn in said]
+    longest = max(texts, key=len, default="")
+    if longest in (_render_or_none(render, chat.turns) or ""):
+        return render
+    return render_parts if longest in (_render_or_none(render_parts, chat.turns) or "") else render
+
+
+def _with_parts(turn: dict) -> dict:
+    """Return a turn with its text as a list of one part."""
+    content = turn["content"]
+    return turn | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+
+
+def check_parts(render: Render, chat: Chat, rendered: str) -> None:
+    """Raise ValueError if the template writes no calls, no tools, or values as Python code."""
+    for name in CALLS:
+        calling = [i for i, turn in enumerate(chat.turns) if turn.get(name)]
+        without = [{key: value for key, value in turn.items() if key != name} for turn in chat.turns]
+        if calling and _render_or_none(render, without) == rendered:
+            raise ValueError(f"the chat template does not write the {name} of turn {calling[0]}: {OTHER_TEMPLATE}")
+    if chat.tools and _render_or_none(render, chat.turns, tools=None) == rendered:
+        raise ValueError(f"the chat template does not write the `tools` of the row: {OTHER_TEMPLATE}")
+    for i, turn in enumerate(chat.turns):
+        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in rendered:
+            raise ValueError(f"the chat template writes the content of turn {i} as Python code: give one string")
+        for function in _functions(turn):
+            _check_arguments(i, function.get("arguments"), chat, rendered)
+
+
+def _check_arguments(i: int, arguments: Any, chat: Chat, rendered: str) -> None:
+    """Raise ValueError if the template writes arguments as Python code, or those that are JSON text in quotes."""
+    if isinstance(arguments, str):
+        quoted = json.dumps(arguments, ensure_ascii=False)
+        if quoted in rendered and not any(quoted in str(turn["content"]) for turn in chat.turns):
+            raise ValueError(f"the chat template quotes the arguments of turn {i} again: give a mapping, not text")
+    elif arguments and repr(arguments) != json.dumps(arguments, ensure_ascii=False) and repr(arguments) in rendered:
+        raise ValueError(
+            f"the chat template writes the arguments of turn {i} as Python code: give JSON text, or another template"
+        )
+
+
+def _render_or_none(render: Render, turns: list[dict], **options: Any) -> str | None:
+    """Return the text of a chat that lacks a part; None if the template refuses it, so it has read that part."""
+    try:
+        return render(turns, **options)
+    except Exception:
+        return None
+
+
+# ---- the texts of a turn ---------------------------------------------------------------------------------------------
+
+
+def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
+    """Return turn `i` with marks around its texts, and append these to `texts`.
+
+    With `also_empty`, a turn without any text has a mark where its content would be."""
+    marked = dict(turn)
+    known = len(texts)
+    for name in REASONING:
+        if name in turn:
+            marked[name] = _mark(turn[name], Text(i, name, "", is_reasoning=True, is_content=False), texts)
+    content = Text(i, "content", "", is_reasoning=False, is_content=True)
+    if turn["role"] == "assistant" and isinstance(turn["content"], str):
+        marked["content"] = _mark_reasoning_and_answer(turn["content"], content, texts)
+    else:
+        marked["content"] = _mark(turn["content"], content, texts)
+    for name in CALLS:
+        if name in turn:
+            marked[name] = _mark_calls(turn[name], Text(i, name, "", is_reasoning=False, is_content=False), texts)
+    if also_empty and len(texts) == known and isinstance(turn["content"], str):
+        marked["content"] = _add_mark(turn["content"], content, texts)
+    return marked
+
+
+def _mark(value: Any, kind: Text, texts: list[Text]) -> Any:
+    """Return `value` with marks around its text, or around each text in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _mark(item, kind, texts) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mark(item, kind, texts) for item in value]
+    return _add_mark(value, kind, texts) if isinstance(value, str) and value.strip() else value
+
+
+def _add_mark(value: str, kind: Text, texts: list[Text]) -> str:
+    """Return a text with marks within the spaces around it."""
+    text = value.strip()
+    begin = value.index(text)
+    texts.append(kind._replace(text=text))
+    return f"{value[:begin]}\ufdd0{len(texts) - 1}\ufdd1{text}\ufdd2{value[begin + len(text) :]}"
+
+
+def _mark_reasoning_and_answer(content: str, kind: Text, texts: list[Text]) -> str:
+    """Return an assistant's content with marks around its texts: those between <think> and </think> are reasoning."""
+    pieces = THINK_TAG.split(content)  # text, tag, text, tag, …, text
+    for at in range(0, len(pieces), 2):
+        is_reasoning = at + 1 < len(pieces) and pieces[at + 1] == "</think>"
+        name = "reasoning in the content" if is_reasoning else "content"
+        pieces[at] = _mark(pieces[at], kind._replace(name=name, is_reasoning=is_reasoning), texts)
+    return "".join(pieces)
+
+
+def _mark_calls(value: Any, kind: Text, texts: list[Text]) -> Any:
+    """Return calls with marks around the names of functions and the texts of their arguments."""
+    if isinstance(value, list):
+        return [_mark_calls(call, kind, texts) for call in value]
+    if not isinstance(value, dict):
+        return value
+    function = value.get("function", value)
+    marked = dict(function)
+    for key in ("name", "arguments"):
+        if key in function:
+            marked[key] = _mark(function[key], kind, texts)
+    return value | {"function": marked} if "function" in value else marked
+
+
+def _functions(turn: dict) -> list[dict]:
+    """Return the functions, with name and arguments, that a turn calls."""
+    calls = [*(turn.get("tool_calls") or ()), *([turn["function_call"]] if turn.get("function_call") else ())]
+    return [call.get("function", call) for call in calls if isinstance(call, dict)]
+
+
+# ---- texts that are not written --------------------------------------------------------------------------------------
+
+
+def ways_to_write(text: str) -> tuple[str, ...]:
+    """Return a text as a template may write it: as it is, or as JSON escapes it."""
+    return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+
+
+def _check_by_search(chat: Chat, texts: list[Text], rendered: str) -> None:
+    """Raise ValueError for the first text that does not stand in the rendered chat."""
+    end = 0
+    for text in texts:
+        ways = ways_to_write(text.text)
+        # Usually a text follows the one before it, so the whole chat is searched only for one that a template has moved.
+        begin = next((begin for way in ways if (begin := rendered.find(way, end)) >= 0), -1)
+        if begin >= 0:
+            end = begin + len(text.text) if text.is_content else end
+        elif not any(way in rendered for way in ways):
+            _refuse(chat, text, [other for other in texts if other.text in rendered])
+
+
+def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
+    """Raise ValueError for a text that the template does not write, but for reasoning of a turn that is not trained on."""
+    is_answer = chat.turns[text.turn]["role"] == "assistant"
+    if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
+        return
+    what = f"the chat template does not write the {text.name} of turn {text.turn}"
+    if text.is_reasoning and any(other.name == text.name and other.turn > text.turn for other in written):
+        raise ValueError(
+            f"{what}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
+            "`train: false` in the earlier ones, or give --chat_template FILE with a template that writes it"
+        )
+    if text.is_content:
+        raise ValueError(f"{what} as it is: give --chat_template FILE with a template that writes {text.text[:40]!r}")
+    raise ValueError(f"{what}: {OTHER_TEMPLATE}")

@@ -1,0 +1,221 @@
+"""Turns of a chat as its row says them: parts joined to text, nulls, keys that are obeyed or refused, turns without loss.
+
+Tests: tests/engine/text/test_chat.py.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.config.errors import warn
+
+ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
+REASONING = ("reasoning_content", "reasoning", "thinking")  # of a turn, as transformers names it
+CALLS = ("tool_calls", "function_call")
+# Whether a turn is trained on: axolotl's, ms-swift's and OpenAI's keys; of torchtune's the opposite.
+TRAIN_KEYS = ("train", "training", "trainable", "loss", "weight")
+NOT_TRAINED_KEY = "masked"
+PARTLY_TRAINED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight")
+MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
+WRITTEN_BY_USERS = ("arguments", "parameters")  # below these keys a null is a value
+FROM_STRUCTS = ", from structs"  # ends the `id` of a feature of JSON text that is made of structs
+IDENTIFIERS = ("id", "tool_call_id", "type")  # templates may leave them out
+
+warn_once = functools.cache(warn)
+
+
+class Structs(NamedTuple):
+    """Whether Arrow stores a row's turns and tools as structs, which give all of them the same keys.
+
+    Where one has no such key, it reads as null."""
+
+    anywhere: bool = False
+    in_arguments: bool = False  # of calls, or in the parameters of tools, where a null may have been written
+
+
+NO_STRUCTS = Structs()  # as in a .jsonl file: what is written is known
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The turns of a row, with which of them are trained on, and its tools, as a template takes them."""
+
+    turns: list[dict]
+    is_trained: list[bool]
+    tools: list | None
+
+
+def read_chat(messages: Any, tools: Any, structs: Structs = NO_STRUCTS) -> Chat:
+    """Return the chat that a row says. Raise ValueError for a turn that would not be used as it says."""
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        raise ValueError(f"the row holds {type(messages).__name__}, not a list of turns")
+    if structs.anywhere and isinstance(tools, list):  # those that are JSON text have no filled nulls
+        tools = [_drop_filled_nulls(tool, structs, f"the schema of tool {i}") for i, tool in enumerate(tools)]
+    tools = _read_tools(tools)
+    turns, is_trained = [], []
+    for i, message in enumerate(messages):
+        turn = {key: value for key, value in message.items() if value is not None}
+        for name in CALLS:
+            if structs.anywhere and name in turn:
+                turn[name] = _drop_filled_nulls(turn[name], structs, f"the {name} of turn {i}")
+        _check_keys(i, turn)
+        turn["content"] = _read_content(i, turn)
+        is_trained.append(_read_training(i, turn))
+        turns.append(turn)
+    return Chat(turns, is_trained, tools or None)
+
+
+def find_structs(features: Any, columns: Iterable[str]) -> Structs:
+    """Return which of these columns are structs by their `datasets.Features`; without features, none is."""
+    names: set[str] = set()
+    for column in columns:
+        feature = (features or {}).get(column)
+        if str(getattr(feature, "id", None)).endswith(FROM_STRUCTS):
+            return Structs(anywhere=True, in_arguments=True)
+        _add_keys_of_structs(feature, "", names)
+    return Structs(bool(names), not names.isdisjoint(WRITTEN_BY_USERS))
+
+
+def _add_keys_of_structs(feature: Any, key: str, names: set[str]) -> None:
+    """Add the key of each struct in a feature to `names`; that of a struct below arguments is "arguments"."""
+    if isinstance(feature, dict):
+        names.add(key)
+        for name, inner in feature.items():
+            _add_keys_of_structs(inner, key if key in WRITTEN_BY_USERS else name, names)
+    elif isinstance(feature, list):
+        _add_keys_of_structs(feature[0], key, names)
+    elif hasattr(feature, "feature"):
+        _add_keys_of_structs(feature.feature, key, names)
+
+
+def warn_of_unread_keys(turns: list[dict], template: str) -> None:
+    """Warn of each key of turns that the template does not name, so it cannot write or obey it."""
+    for turn in turns:
+        for key in turn:
+            if key not in _words(template) and key not in ("role", "content", *CALLS, *REASONING, *IDENTIFIERS):
+                warn_once(f"messages: the chat template does not read `{key}` of a turn: it is not used")
+
+
+@functools.lru_cache
+def _words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))
+
+
+# ---- keys of a turn --------------------------------------------------------------------------------------------------
+
+
+def _check_keys(i: int, turn: dict) -> None:
+    """Raise ValueError if turn `i` lacks a part, or has a role or a key that would not be used as it means."""
+    if any(turn.get(name) for name in CALLS):
+        turn.setdefault("content", "")
+    role = turn.get("role")
+    if not isinstance(role, str) or "content" not in turn:
+        raise ValueError(f"turn {i} has no role or no content")
+    if role != "assistant" and role.strip().lower() in ASSISTANT_NAMES:
+        raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
+    for key in MEDIA_KEYS:
+        if turn.get(key):
+            raise ValueError(f"turn {i} has `{key}`: this task reads text only: remove the row")
+    for key in PARTLY_TRAINED_KEYS:
+        if turn.get(key):
+            raise ValueError(
+                f"turn {i} has `{key}`, which is not supported: remove it, give `train: false` for the whole turn, or "
+                "give rows of input_ids and labels"
+            )
+
+
+def _read_training(i: int, turn: dict) -> bool:
+    """Return whether turn `i` is trained on, and remove the keys that say so."""
+    asked = {}
+    for key in (*TRAIN_KEYS, NOT_TRAINED_KEY):
+        if key in turn:
+            value = turn.pop(key)
+            if isinstance(value, str) or value not in (0, 1):  # booleans are numbers here
+                raise ValueError(
+                    f"turn {i} has `{key}` {value!r}: a turn is trained on (true or 1) or not (false or 0): for other "
+                    "weights give rows of input_ids and labels"
+                )
+            asked[key] = bool(value) != (key == NOT_TRAINED_KEY)
+    if len(set(asked.values())) > 1:
+        raise ValueError(f"turn {i} has {' and '.join(asked)}, which say the opposite: remove one of them")
+    if turn["role"] != "assistant":
+        if any(asked.values()):
+            warn_once(
+                f"messages: only turns of the assistant are trained on: `{next(iter(asked))}` of others is not used"
+            )
+        return False
+    return all(asked.values())
+
+
+def _read_content(i: int, turn: dict) -> Any:
+    """Return the text of a turn; parts of text are joined. What a tool returns may be JSON."""
+    content = turn["content"]
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    if parts and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        others = {part.get("type", "text") for part in parts} - {"text"}
+        if not others:
+            return "".join(part["text"] for part in parts)
+    if turn["role"] == "tool" and isinstance(content, list | dict):
+        return content
+    if parts and all(isinstance(part, dict) for part in parts):
+        kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
+        raise ValueError(
+            f"the content of turn {i} has parts of type {', '.join(kinds) or 'text without `text`'}: this task reads text "
+            "only: give one string, or parts of type text"
+        )
+    raise ValueError(f"the content of turn {i} is {type(content).__name__}: give one string, or parts of type text")
+
+
+# ---- tools and nulls -------------------------------------------------------------------------------------------------
+
+
+def _read_tools(tools: Any) -> Any:
+    """Return the tools of a row; a text is JSON. Raise ValueError if they are no list of dicts."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        if isinstance(tools, list):
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`tools` of the row is text, but not JSON: {error}") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(
+            "`tools` of the row is not a list of functions, each as a mapping with its name and parameters"
+        )
+    return tools
+
+
+def _drop_filled_nulls(value: Any, structs: Structs, where: str) -> Any:
+    """Return a value of structs without the keys that are null; raise ValueError if one of them may have been written."""
+    if isinstance(value, list):
+        return [_drop_filled_nulls(item, structs, where) for item in value]
+    if not isinstance(value, dict):
+        return value
+    without = {}
+    for key, item in value.items():
+        if key not in WRITTEN_BY_USERS:
+            item = _drop_filled_nulls(item, structs, where)
+        elif structs.in_arguments and _path_of_null(item):
+            raise ValueError(
+                f"{where} has null for {_path_of_null(item)}: in a column of structs, as Parquet stores it, a null and a "
+                f"missing key are the same: store {key} as JSON text, or the rows as .jsonl"
+            )
+        if item is not None:
+            without[key] = item
+    return without
+
+
+def _path_of_null(value: Any) -> str:
+    """Return the keys, joined with dots, of the first null in nested dicts and lists, or an empty text."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if item is None:
+            return str(key)
+        path = _path_of_null(item)
+        if path:
+            return f"{key}.{path}"
+    return ""

@@ -1,0 +1,190 @@
+"""Encoding of raw rows (text, chats, prompt and completion, or token ids) as token ids and labels.
+
+Add a format of rows here: an `_encode_*` generator and its line in `choose`.
+Tests: tests/src/tasks/test_causal_lm.py, tests/engine/config/test_bad_input.py.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.config.errors import UsageError
+from engine.text.chat import encode_chat
+from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
+from engine.text.tokenize_and_pack import IGNORED, find_leads, require_text, tokenize_continuation, tokenize_with_bytes
+
+# Columns that other trainers use. A warning names those that the data has and this task ignores.
+MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
+MEANINGFUL += " token_type_ids seq_lengths cu_seqlens tools label system documents functions chat_template_kwargs"
+MEANINGFUL += " image images audio video videos weight weights sample_weight loss_weight"
+OTHER_FORMATS = {  # columns of a format -> how to convert it
+    "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
+    "'completion': row['output']}).to_json(NEW)",
+    "conversations": "; ShareGPT's column: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'messages': [{'role': {'human': 'user', 'gpt': 'assistant'}.get(turn['from'], "
+    "turn['from']), 'content': turn['value']} for turn in row['conversations']]}).to_json(NEW)",
+}
+OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
+
+
+class Document(NamedTuple):
+    """The tokens of one raw row, before they are truncated or packed."""
+
+    ids: list[int]
+    labels: list[int]
+    sizes: np.ndarray  # UTF-8 bytes of text per token; zeros if unknown
+
+
+@dataclass
+class Encoder:
+    """Encodes the raw rows of a split. All rows of a split have one format."""
+
+    tokenizer: Any  # PreTrainedTokenizerBase; None if all rows are ids
+    vocab_size: int
+    max_length: int
+    packing: bool
+    text_column: str
+    append_eos: bool
+
+    structs = NO_STRUCTS  # how the columns of chats are stored
+
+    def choose(self, columns: list[str], split: str, features: Any = None) -> tuple[list[str], list[str]]:
+        """Choose the format from the columns. Return (columns to read, columns that encode_batch returns).
+
+        `features`: the types of the columns, if they are known."""
+        is_rated = getattr((features or {}).get("label"), "dtype", None) == "bool"
+        rating = ("label",) if is_rated else ()  # whether an answer is good, as in rows for KTO
+        formats = [  # required columns, optional ones, whether there are labels, generator; the first that fits
+            (("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
+            (("messages",), ("tools", *rating), True, self._encode_messages),
+            (("prompt", "completion"), rating, True, self._encode_completions),
+            ((self.text_column,), (), False, self._encode_texts),
+        ]
+        fitting = [each for each in formats if {*each[0]} <= {*columns}]
+        if not fitting:
+            conversion = next((text for names, text in OTHER_FORMATS.items() if {*names.split()} <= {*columns}), "")
+            raise UsageError(
+                f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
+                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{conversion}"
+            )
+        required, optional, has_labels, self.encode = fitting[0]
+        if self.tokenizer is None and required != ("input_ids",):
+            raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
+        needed = [name for name in (*required, *optional) if name in columns]
+        meaningful = [*MEANINGFUL.split(), *(name for names, *_ in fitting for name in names)]
+        if ignored := [name for name in columns if name in meaningful and name not in needed]:
+            warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
+        self.structs = find_structs(features, needed)
+        self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
+        return needed, self.made
+
+    def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
+        """Return the encoded columns of a batch of raw rows. An error names the location of the row."""
+        _refuse_bad_answers(batch.get("label") or (), locations)
+        rows = [row for document in self.encode(batch, locations) for row in self._rows(document)]
+        return {name: [row[name] for row in rows] for name in self.made}
+
+    def _rows(self, document: Document) -> Iterator[dict]:
+        """Yield a document as one row truncated to max_length; with packing, as several rows of up to max_length."""
+        length = len(document.ids)
+        for start in range(0, max(length, 1), self.max_length) if self.packing else [0]:
+            ids, labels, sizes = (values[start : start + self.max_length] for values in document)
+            is_target = np.array(labels[1:]) != IGNORED  # never the first token of a row: no token precedes it
+            yield {
+                "input_ids": ids,
+                "labels": labels,
+                "length": len(ids),
+                "targets": int(is_target.sum()),
+                "bytes": int(sizes[1:][is_target].sum()),
+                "cut": 0 if self.packing else length - len(ids),
+            }
+
+    # ---- one generator for each format -------------------------------------------------------------------------------
+
+    def _encode_texts(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        texts = batch[self.text_column]
+        require_text(texts, self.text_column, locations)
+        for encoded in tokenize_with_bytes(self.tokenizer, texts):
+            ids, sizes = self._with_eos(*encoded)
+            yield Document(ids, ids, sizes)
+
+    def _encode_completions(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        for name in ("prompt", "completion"):
+            require_text(batch[name], name, locations)
+        # The prompt is tokenized alone, as at generation, and the completion as it follows it.
+        prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
+        texts = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
+        both = tokenize_with_bytes(self.tokenizer, texts)
+        end = -1 if self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id] else None  # without its eos
+        for (head, _), whole, completion in zip(prompts, both, batch["completion"], strict=True):
+            head = head[:end]  # an end of text that the prompt itself ends with stays
+            ids, sizes = whole[0][:end], whole[1][:end]
+            if ids[: len(head)] == head:
+                ids, sizes = ids[len(head) :], sizes[len(head) :]
+            else:  # one token would hold parts of both
+                ids, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
+            tail, sizes = self._with_eos(ids, sizes)
+            sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
+            yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
+
+    @cached_property
+    def _leads(self) -> list[str]:
+        return find_leads(self.tokenizer)
+
+    def _with_eos(self, ids: list[int], sizes: np.ndarray) -> tuple[list[int], np.ndarray]:
+        eos = self.tokenizer.eos_token_id
+        if not self.append_eos or eos is None or ids[-1:] == [eos]:
+            return ids, sizes
+        return [*ids, eos], np.append(sizes, 0)
+
+    def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        tools = batch.get("tools") or [None] * len(locations)
+        for chat in zip(batch["messages"], locations, tools, strict=True):
+            yield Document(*encode_chat(self.tokenizer, *chat, self.structs))
+
+    def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        for i, ids in enumerate(batch["input_ids"]):
+            labels, mask = (batch[name][i] if name in batch else None for name in OPTIONAL_COLUMNS)
+            labels = ids if labels is None else labels
+            self._check_ids(ids, labels, mask, locations[i])
+            yield Document(ids, labels, np.zeros(len(ids), np.int64))
+
+    def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
+        _require_integers(ids, "input_ids", location)
+        _require_integers(labels, "labels", location)
+        if len(labels) != len(ids):
+            raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
+        if mask is not None and mask != [1] * len(ids):
+            raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
+        for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
+            if values and not 0 <= min(values) <= max(values) < self.vocab_size:
+                raise UsageError(
+                    f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
+                )
+
+
+def _require_integers(values: Any, name: str, location) -> None:
+    """Raise UsageError unless `values` is a list of integers, which may be stored as fractions or decimals."""
+    if values is None or (isinstance(values, list) and None in values):
+        raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
+    kinds = set(map(type, values)) if isinstance(values, list) else {type(values)}
+    if not isinstance(values, list) or not kinds <= {int, float, Decimal}:
+        kind = min(kind.__name__ for kind in kinds)
+        raise UsageError(f"{location}: `{name}` holds {kind}: give a list of integers for each row")
+    if not kinds <= {int} and any(value % 1 for value in values):
+        raise UsageError(f"{location}: `{name}` holds a number that is not whole")
+
+
+def _refuse_bad_answers(ratings: Iterable[bool | None], locations) -> None:
+    """Raise UsageError for the first answer that its row calls bad: a language model would learn to give it."""
+    for i, rating in enumerate(ratings):
+        if rating is False:
+            raise UsageError(
+                f"{locations[i]}: `label` is false: an answer to avoid, which this task would train on: remove such rows, or "
+                "make pairs for task preference"
+            )

@@ -1,0 +1,116 @@
+"""Class labels: names from the model or the data, and their ids.
+
+Tests: tests/src/tasks/test_text_classification.py.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from engine.config.addons import used_addons
+from engine.config.errors import UsageError
+from engine.config.schema import RunConfig
+
+SEVERAL_TYPES = "values of several types"  # the `id` of a feature of JSON text
+SEVERAL_LABELS = (
+    "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
+)
+
+
+def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
+    """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
+    for column in columns:
+        if column not in examples.column_names:
+            there = ", ".join(examples.column_names)
+            raise UsageError(f"{split} data: there is no column `{column}` among {there}: set {flags}")
+    return columns
+
+
+class SeveralTypes(UsageError):
+    """A column of labels that holds several types. Who knows the files names the row."""
+
+    def __init__(self, column: str, split: str):
+        super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
+        self.column = column
+
+
+def require_one_label(examples: Any, column: str, split: str) -> None:
+    """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row, or several
+    types."""
+    feature = (examples.features or {}).get(column)
+    if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
+        raise SeveralTypes(column, split)
+    is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
+    if is_nested:
+        raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
+
+
+def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[str] | None:
+    """Return the labels of a pretrained model with this head in the order of their ids, None for any other model."""
+    names = config.id2label or {}
+    is_classifier = any(head in name for name in config.architectures or [])
+    is_named = not all(str(name).startswith("LABEL_") for name in names.values())
+    return [names[i] for i in sorted(names)] if is_classifier or is_named else None
+
+
+def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, column: str, split: str) -> list[str]:
+    """Return `names` of a ClassLabel column, else the labels in `values`, all of a split. Raise UsageError for one."""
+    if names is None:
+        if split == "train" and not all(each.knows_all_rows for each in used_addons(cfg)):
+            raise UsageError(
+                f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
+                f"`{column}`, or a model with the labels in its config"
+            )
+        try:
+            distinct = set(values) - {None}
+        except TypeError as error:  # lists cannot be compared
+            raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}") from error
+        # Numbers are sorted by value: 2 before 10.
+        distinct = sorted(distinct, key=lambda value: (str(type(value)), value))
+        if wrong := [value for value in distinct if isinstance(value, float | bytes) or value == -100]:
+            raise UsageError(
+                f"{split} data: `{column}` holds {wrong[0]}, which is no class: give names or integers from 0"
+            )
+        names = [str(value) for value in distinct]
+    if len(names) < 2:
+        raise UsageError(
+            f"{split} data: `{column}` is {', '.join(names) or 'empty'} in every row: give data with two labels or more"
+        )
+    return names
+
+
+def label_ids(values: list, labels: list[str], names: list[str] | None, column: str, locations) -> list[int]:
+    """Return the id of each raw label. An integer is an index into `names`. Raise UsageError for an unknown label."""
+    id_of = {label: i for i, label in enumerate(labels)}
+    ids = []
+    for i, value in enumerate(values):
+        if value is None:
+            raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
+        if isinstance(value, list | dict):
+            raise UsageError(f"{locations[i]}: `{column}` holds {SEVERAL_LABELS}")
+        label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
+        if label not in id_of:
+            there = ", ".join(labels)[:200]
+            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}")
+        ids.append(id_of[label])
+    return ids
+
+
+def finite_numbers(values: list, column: str, locations) -> list[float]:
+    """Return the numbers to predict. Raise UsageError for a value that is none, or not finite."""
+    numbers = []
+    for i, value in enumerate(values):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            numbers.append(math.nan)
+        if not math.isfinite(numbers[-1]):
+            raise UsageError(f"{locations[i]}: `{column}` holds {value!r}: a regression needs a finite number")
+    return numbers
+
+
+def set_labels(config: Any, labels: list[str]) -> None:
+    """Store the label names in the model's configuration, which also sets the size of its head."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: i for i, label in enumerate(labels)}
+    config.problem_type = None  # of a model with several labels for each row: `pipeline` would compute sigmoids

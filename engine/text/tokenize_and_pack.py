@@ -1,0 +1,154 @@
+"""Rows of tokens: tokenized, truncated to a length, packed into full rows, padded to a batch.
+
+Tests: tests/engine/text/test_tokenize_and_pack.py.
+"""
+
+import bisect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from engine.config.errors import UsageError
+
+IGNORED = -100  # label of a token that is not a target
+TEXTS = 16  # per tokenizer call: its output takes about 100 bytes per character
+
+
+def require_text(values: list, column: str, locations) -> None:
+    """Raise UsageError for the first value that is not text. A tokenizer would read a list of two texts as a pair."""
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            content = "nothing" if value is None else type(value).__name__
+            raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
+
+
+def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **options) -> tuple[Any, dict[str, list]]:
+    """Return (the tokenizer's output, truncated to max_length; columns `length` and `cut`, the tokens truncated).
+
+    `texts` holds one list of texts, or two lists for pairs."""
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False, **options)
+    lengths, complete = [len(ids) for ids in encoded["input_ids"]], encoded["input_ids"]
+    if max_length in lengths:  # tokenized again without the limit, only to report how much was truncated
+        complete = tokenizer(*texts, verbose=False)["input_ids"]
+    return encoded, {"length": lengths, "cut": [len(a) - b for a, b in zip(complete, lengths, strict=True)]}
+
+
+def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield (token ids, UTF-8 bytes of each token) for each text. Without a fast tokenizer the bytes are zero."""
+    fast = getattr(tokenizer, "is_fast", False)
+    for start in range(0, len(texts), TEXTS):
+        some = texts[start : start + TEXTS]
+        encoded = tokenizer(some, return_offsets_mapping=fast, verbose=False, **options)
+        for i, text in enumerate(some):
+            ids = list(encoded["input_ids"][i])
+            yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
+
+
+def find_leads(tokenizer) -> list[str]:
+    """Return characters after which the tokenizer adds no space, if it begins a text with one; else none.
+
+    SentencePiece begins a text with a space, so the text after another one has to be tokenized behind something."""
+    leads = []
+    for lead in ("\n", ".", ":"):
+        for word in ("a", "e", "1", "yes"):
+            alone, lead_ids, both = (
+                tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word, lead, lead + word)
+            )
+            if lead_ids and both[: len(lead_ids)] == lead_ids and both[len(lead_ids) :] != alone:
+                leads.append(lead)
+                break
+    return leads
+
+
+def tokenize_continuation(tokenizer, text: str, leads: list[str]) -> tuple[list[int], np.ndarray]:
+    """Return (token ids, UTF-8 bytes of each token) of a text that follows another one. `leads`: see find_leads."""
+    for lead in leads:
+        both = tokenize_with_bytes(tokenizer, [lead, lead + text], add_special_tokens=False)
+        (lead_ids, _), (ids, sizes) = both
+        if ids[: len(lead_ids)] == lead_ids:  # else one token would hold parts of both, as of two line breaks
+            return ids[len(lead_ids) :], sizes[len(lead_ids) :]
+    [alone] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
+    return alone
+
+
+def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Return the number of UTF-8 bytes of `text` per token, from the character spans of the tokens."""
+    if not spans:
+        return np.zeros(0, np.int64)
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+    bytes_before = np.concatenate([[0], np.cumsum(sizes)])
+    return np.diff(np.maximum.accumulate(bytes_before[[end for _, end in spans]]), prepend=0)
+
+
+# ---- rows of a batch -------------------------------------------------------------------------------------------------
+
+
+def pack(max_length: int, batch: dict) -> dict:
+    """Return rows of up to max_length tokens, packed from the documents of a batch (best fit, longest document first).
+
+    A row keeps the lengths of its documents, so neither attention nor targets cross from one document to the next.
+    Documents of one token are dropped, because they have no target."""
+    rows = _best_fit(batch["length"], max_length)
+    packed: dict[str, list] = {}
+    for name in ("input_ids", "labels"):
+        if name in batch:
+            packed[name] = [[token for document in row for token in batch[name][document]] for row in rows]
+    for name in ("length", "targets", "bytes", "cut"):
+        packed[name] = [sum(batch[name][document] for document in row) for row in rows]
+    packed["documents"] = [[batch["length"][document] for document in row] for row in rows]
+    return packed
+
+
+def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Return the document indices of each row. A document goes into the fullest row that still has space for it."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int, list[int]]] = []  # (space, −time of the last change, row), sorted
+    documents = [document for document, length in enumerate(lengths) if length > 1]
+    for time, document in enumerate(sorted(documents, key=lambda document: -lengths[document])):
+        at = bisect.bisect_left(open_rows, (lengths[document],))
+        if at == len(open_rows):
+            space, row = max_length, []
+            rows.append(row)
+        else:
+            space, _, row = open_rows.pop(at)
+        row.append(document)
+        if space := space - lengths[document]:
+            bisect.insort(open_rows, (space, -time, row))
+    return rows
+
+
+def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
+    """Return the position of each token in its document, for a row padded to `width`. Padding is one more document."""
+    sizes = np.append(documents, width - documents.sum())
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(width) - np.repeat(starts, sizes)
+
+
+def document_lengths(rows: list[np.ndarray], width: int) -> np.ndarray:
+    """Return the lengths of the documents of rows padded to `width`, row after row, (documents,). Padding is one more."""
+    lengths = np.concatenate([np.append(documents, width - documents.sum()) for documents in rows])
+    return lengths[lengths > 0].astype(np.int32)
+
+
+def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) -> int:
+    """Return the width of a padded micro-batch: its longest row, rounded up to `multiple_of`, up to max_length."""
+    longest = max(1, *lengths)
+    if not multiple_of:  # set it so that torch.compile sees fewer shapes
+        return longest
+    rounded_up = -(-longest // multiple_of) * multiple_of
+    return max(longest, min(rounded_up, max_length))
+
+
+def pad_columns(rows: list[dict], padding: dict[str, int], width: int) -> dict[str, np.ndarray]:
+    """Return each column that `padding` names as an int64 array (rows, width), padded on the right with its value.
+
+    Add `attention_mask`, unless no row is shorter than `width`: without a mask attention uses its fast kernels."""
+    padded = {name: np.full((len(rows), width), value, np.int64) for name, value in padding.items()}
+    mask = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        for name in padding:
+            padded[name][i, : len(row[name])] = row[name]
+        mask[i, : max(1, len(row["input_ids"]))] = 1  # a row that attends to nothing would be NaN
+    return padded if mask.all() else padded | {"attention_mask": mask}

@@ -1,0 +1,144 @@
+"""The checks of a task before its first step: smoke.py launches them as it launches train.py, with the flags of the run.
+
+Tests: tests/engine/tools/test_smoke.py.
+"""
+
+import copy
+import gc
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpointing.locate_weights import init_weights
+from engine.config import parsing, validation
+from engine.config.errors import Failure, UsageError, warn
+from engine.config.schema import RunConfig
+from engine.data import dataset
+from engine.data.batch_plan import evaluation_order, sizes_of_run
+from engine.data.data_loader import read_batches
+from engine.data.seeding import seed_everything
+from engine.distributed import backends, stop_signals
+from engine.distributed.host_group import run_on_main
+from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.process.exit_codes import is_out_of_memory, run_main
+from engine.task_registry import OPTIONS, Task, make_task
+from engine.tools.task_checks import check_collate, check_loss, place
+
+STEPS = 3  # of each run of smoke.py; the second one resumes at the step before the last
+ROWS = 4  # of each split, for `collate` and `loss`
+TOLERANCE = 0.1  # of a sum in low precision; a mean is off by one half
+
+
+def main(argv: list[str]) -> None:
+    stop_signals.exit_on_signal()
+    cfg, options = parsing.parse(argv, OPTIONS)
+    validation.check(cfg, options)
+    check_environment()
+    task = make_task(cfg, options)
+    datasets = dataset.prepare_datasets(cfg, task)
+    num_steps = cfg.max_steps
+    if not num_steps:
+        sizes = sizes_of_run(cfg, datasets["train"].stats["examples"])
+        num_steps = sizes.steps_of(cfg.num_train_epochs)
+    if num_steps <= STEPS:
+        raise UsageError(
+            f"max_steps: a smoke test trains {STEPS} steps of a longer run, but this run has only {num_steps}: give more "
+            "steps, or run it as it is"
+        )
+    accelerator = init_accelerator(cfg)
+    run_on_main(accelerator, lambda: check_task(task, datasets, accelerator))
+    if "validation" in datasets:
+        check_evaluation(cfg, task, datasets["validation"], accelerator)
+    shutdown(accelerator)
+
+
+def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
+    """Raise Failure if `collate` or `loss` of the task makes one of the mistakes of task_checks.py.
+
+    `loss` is called without the backend, by this process alone, on its device."""
+    rows = {name: rows_of(split) for name, split in datasets.items() if hasattr(split, "rows")}
+    if "train" not in rows:
+        warn("smoke: rows of a stream are not checked before the first step")
+    for name in rows:
+        check_collate(task, rows[name], training=name == "train")
+    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
+        return warn("smoke: `loss` is not checked under DeepSpeed: run make smoke on one process, too")
+    fresh = copy.copy(task)  # `build` sets attributes
+    rounding = 1e-6 if is_exact(task.cfg, accelerator) else 1e-2
+    try:
+        model = fresh.build_model(None).to(accelerator.device)
+        for name in rows:
+            check_loss(fresh, model, rows[name], name == "train", TOLERANCE, rounding, accelerator.autocast)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        warn("smoke: `loss` is not checked, because the whole model does not fit in the memory of one device")
+    finally:
+        model = None
+        gc.collect()
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_evaluation(cfg: RunConfig, task: Task, split: Any, accelerator: Any) -> None:
+    """Raise Failure if the first weights have another loss of the validation rows when it is computed again. Warn if it
+    depends on the rows beside a row. Each process computes all of it; a collective for sharded models."""
+    if hasattr(task, "sums_by_block"):
+        return  # its loss is one over many rows
+    backend = backends.make_backend(accelerator, cfg)
+    weights = run_on_main(accelerator, lambda: init_weights(cfg, task))
+    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
+    module.eval()
+    first = mean_loss(module, task, split, cfg, accelerator)
+    again = mean_loss(module, task, split, cfg, accelerator)
+    if json.dumps(first) != json.dumps(again):  # NaN is equal to itself
+        raise Failure(
+            f"{place(task)}: the loss of the same validation rows and weights is {first}, and {again} when it is computed "
+            "again: draw in `loss` and `collate` only from seeded generators"
+        )
+    one_by_one = replace(cfg, per_device_eval_batch_size=1)
+    single = mean_loss(module, task, split, one_by_one, accelerator)
+    tolerance = 1e-4 if is_exact(cfg, accelerator) else 1e-2
+    if abs(single - first) > tolerance * abs(first):
+        warn(
+            f"smoke: the loss of the validation rows is {first:.6g} in micro-batches of {cfg.per_device_eval_batch_size}, but "
+            f"{single:.6g} one by one: it depends on the padding or on the rows beside a row, so results will depend on "
+            "per_device_batch_size"
+        )
+
+
+@torch.no_grad()
+def mean_loss(module: torch.nn.Module, task: Task, split: Any, cfg: RunConfig, accelerator: Any) -> float:
+    """Return the loss of the validation rows, divided by their weight; NaN without targets."""
+    module = accelerator.unwrap_model(module)
+    total = weight = 0.0
+    for _, first_id, part in split.segments():
+        count = min(len(part), cfg.max_eval_examples or len(part))
+        plan = evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths)
+        order = (replace(micro, ids=micro.ids + first_id) for micro in plan)
+        for micro, batch in read_batches(split, task, order, cfg, pin_memory=False, training=False):
+            seed_everything(micro.seed)
+            out = module({name: value.to(accelerator.device) for name, value in batch.inputs.items()})
+            total += out["loss"].double().item()
+            weight += batch.weight
+    return total / weight if weight else float("nan")
+
+
+def is_exact(cfg: RunConfig, accelerator: Any) -> bool:
+    """Return whether a run computes in float32 or better."""
+    return accelerator.mixed_precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32
+
+
+def rows_of(split: Any) -> list[dict]:
+    """Return the first rows of each source of a split, ROWS in all, or one of each."""
+    sources = split.segments()
+    each = max(1, ROWS // len(sources))
+    return [row for _, _, part in sources for row in part.rows(np.arange(min(len(part), each)))]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,74 @@
+"""Metrics of the rows of an evaluation: F1, Pearson and Spearman correlation; an add-on of addons/metrics/ loads all others.
+
+Tests: tests/src/tasks/test_text_classification.py and tests/addons/metrics/test_evaluate.py.
+"""
+
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+
+from engine.config.addons import addon_names, load_addon
+from engine.config.errors import UsageError
+
+
+def f1(predictions, references) -> float:
+    """Return the harmonic mean of precision and recall, averaged over the labels that occur (macro), in float64."""
+    labels, ids = np.unique(np.stack([predictions, references]), return_inverse=True)
+    predicted, true = ids.reshape(2, -1)
+    count = partial(np.bincount, minlength=len(labels))
+    return float(np.mean(2 * count(true[predicted == true]) / (count(predicted) + count(true))))
+
+
+def pearson(predictions, references) -> float:
+    """Return the linear correlation of two vectors, in float64; NaN if one of them is constant."""
+    x, y = (np.asarray(values, np.float64) for values in (predictions, references))
+    if (x == x[0]).all() or (y == y[0]).all():  # their mean may differ from them by rounding
+        return float("nan")
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y)))
+
+
+def spearman(predictions, references) -> float:
+    """Return the correlation of the ranks of two vectors, in float64; NaN if one of them is constant."""
+    return pearson(ranks(predictions), ranks(references))
+
+
+def ranks(values) -> np.ndarray:
+    """Return the rank of each value; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return ((2 * np.cumsum(counts) - counts + 1) / 2)[inverse]
+
+
+BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
+
+
+def _addon(name: str) -> ModuleType:
+    """Return the add-on that loads metrics which are not built in; raise UsageError for the metric `name` without one."""
+    there = addon_names("metrics")
+    if not there:
+        raise UsageError(
+            f"metrics: what loads {name} is an add-on that is not here: restore addons/metrics/, or choose from "
+            f"{', '.join(BUILT_IN)}"
+        )
+    return load_addon("metrics", there[0])
+
+
+def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
+    """Return the names without `none`, after loading each metric: it should fail before the first evaluation."""
+    names = [name for name in names if name != "none"]
+    for name in names:
+        if name not in BUILT_IN:
+            _addon(name).load_metric(name, trust_remote_code)
+    return names
+
+
+def compute_metrics(names: list[str], predictions: list, references: list, trust_remote_code: bool) -> dict[str, float]:
+    """Return the numbers of the named metrics of class ids, numbers or texts."""
+    values: dict[str, float] = {}
+    for name in names:
+        if name in BUILT_IN:
+            values[name] = BUILT_IN[name](predictions, references)
+        else:
+            values |= _addon(name).compute_metric(name, predictions, references, trust_remote_code)
+    return values

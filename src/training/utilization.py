@@ -1,0 +1,93 @@
+"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory; profile of steps.
+
+Tests: tests/src/training/test_utilization.py.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine.config.errors import call_or_warn
+from engine.config.schema import RunConfig
+from engine.loop.train_state import Run
+
+# Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+PEAK_TFLOPS |= {"L40S": 362.0, "L4": 121.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0, "T4": 65.0}
+
+
+def peak_tflops(device_name: str, dtype: torch.dtype | None) -> float | None:
+    """Return the peak rate of a device's products in a 16-bit `dtype`, or None if it is not known."""
+    if dtype not in (torch.bfloat16, torch.float16):  # float32 may or may not use TF32
+        return None
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def flops_per_token(model: nn.Module, row_length: float) -> float:
+    """Return the FLOPs of training one token: 6 for each weight, and 12 · layers · hidden size · row length for attention.
+
+    A weight takes 2 forward, 2 for the gradient of its input and, if it is trained, 2 for its own (LoRA: 4 N for the
+    base). Embeddings count only if they are the output head, too. Attention is not halved for the causal mask, as in
+    the PaLM paper (arXiv:2204.02311, appendix B); what gradient checkpointing computes again does not count."""
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    weights = [p for p in model.parameters() if p.dim() > 1 and (id(p) not in lookups or id(p) in products)]
+    # The products of attention have no weights: 4 forward, 8 backward, also under LoRA.
+    return sum((6 if p.requires_grad else 4) * p.numel() for p in weights) + 12 * layers * hidden * row_length
+
+
+class GpuUse:
+    """What a train line says of this process's GPU: speed, if rows are of tokens, and memory. On a CPU nothing."""
+
+    def __init__(self, run: Run):
+        """Count the FLOPs of a token in a row of mean length."""
+        accelerator, stats = run.backend.accelerator, run.datasets["train"].stats
+        self.device, self.processes, self.flops = accelerator.device, accelerator.num_processes, 0.0
+        if self.device.type != "cuda":
+            return
+        if run.task.unit == "tokens" and stats["examples"]:  # of a stream the length is not known
+            self.flops = flops_per_token(run.model, stats["tokens"] / stats["examples"])
+        weights = next(run.model.parameters()).dtype
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": weights}.get(accelerator.mixed_precision)
+        self.peak = peak_tflops(torch.cuda.get_device_name(self.device), dtype)
+
+    def line(self, tokens_per_second: float) -> dict[str, float]:
+        """Return `gpu_memory_gib`, the peak since the last call, `tflops` of this device and, if known, `mfu`."""
+        if self.device.type != "cuda":
+            return {}
+        values = {"gpu_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
+        torch.cuda.reset_peak_memory_stats(self.device)
+        if self.flops:
+            values["tflops"] = self.flops * tokens_per_second / self.processes / 1e12
+            values |= {"mfu": values["tflops"] / self.peak} if self.peak else {}
+        return values
+
+
+def step_profiler(cfg: RunConfig, step: int) -> torch.profiler.profile | None:
+    """Return the profiler of `profile_steps`, begun after `step`: its `step` ends a step, its `stop` the profile.
+
+    At the end of the profile, which waits for the device, it writes a table of the operations, and beside it a trace for
+    ui.perfetto.dev. A run that begins between the steps profiles the rest. Return None if no step is left."""
+    first, last = cfg.profile_steps or (0, 0)
+    if step >= last:
+        return None
+    file = Path(cfg.output_dir, "profile", f"steps_{first}_to_{last}.txt")
+    wait = max(0, first - 1 - step)
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=last - step - wait, repeat=1),
+        on_trace_ready=partial(call_or_warn, "the profile", _write_profile, file),
+    )
+    profiler.start()
+    return profiler
+
+
+def _write_profile(file: Path, profile: torch.profiler.profile) -> None:
+    file.parent.mkdir(exist_ok=True)
+    profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
+    column = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    file.write_text(profile.key_averages().table(sort_by=column, row_limit=40))

@@ -1,0 +1,242 @@
+"""Files that are bad, or that `datasets` would misread: refused with file and row, or read correctly; never silently."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from engine.config.addons import run_config
+from engine.config.errors import UsageError
+from engine.data import csv_reader, json_reader
+from engine.data.prepared_split import data_notes
+from engine.data.raw_rows import load_raw_rows
+from engine.data.sources import find_sources
+from src.tasks import causal_lm
+from tests.engine.data.conftest import texts
+
+BOM = b"\xef\xbb\xbf"
+GOOD = {
+    "bom.csv": BOM + b"text,n\nab,1\ncd,2\n",
+    "quoted.csv": b'"text",n\r\n"ab",1\r\n\r\ncd,"2"\r\n',
+    "cr.csv": b"text,n\rab,1\rcd,2\r",
+    "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
+    "windows.txt": b"ab\r\ncd",
+    "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
+    "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
+    "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
+}
+
+
+def lines(*rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+ROW = {"text": "def f"}
+BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
+BAD = {  # text or bytes of files by name; parts of the message, separated by |
+    # ---- CSV that pandas accepts: it shifts or fills columns
+    "trailing comma": ({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv, line 2: expected 2 columns, got 3"),
+    "too few": ({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv, line 3: expected 2 columns, got 1"),
+    "open quote": ({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv, line 4: unexpected end of data"),
+    "column twice": ({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
+    "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
+    "invalid UTF-8 in csv": (
+        {"a.csv": "text\n" + "ab\n" * 5000 + "caf\udce9\n" + "ab\n" * 5000},
+        "a.csv, after line |: 'utf-8' codec can't decode byte 0xe9",
+    ),
+    # ---- other formats
+    "invalid UTF-8 in jsonl": (
+        {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
+        "b.jsonl, line 5: train data: this row cannot be decoded: UnicodeDecodeError",
+    ),
+    "another type in a late row": (
+        {"a.jsonl": BEFORE + lines({"text": 3})},
+        "a.jsonl, line 5: `text` holds a number, but text in |a.jsonl, line 1",
+    ),
+    "types in a list": ({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json, row 1: `text` holds a number"),
+    "another type in the second file": (
+        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})},
+        "b.jsonl, line 1: `text` holds a number, but text in |a.jsonl, line 1",
+    ),
+    "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
+    "tar as a file": ({"a.tar": "x"}, "train_file: |a.tar|give the folder as --dataset_name"),
+    "only a header": ({"a.csv": "text\n"}, "a.csv could not be read, or has no rows"),
+    "no byte": ({"a.jsonl": lines(ROW), "b.jsonl": ""}, "b.jsonl is empty"),
+}
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
+FOLDER = ("trailing comma", "column twice", "another type in a late row")
+
+
+def write(folder: Path, files: dict) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
+    return [folder / name for name in files]
+
+
+def raw_rows(folder: Path, split: str = "train", **fields):
+    """Return the raw rows of a split of files or a folder."""
+    cfg = run_config(cache_dir=str(folder / "cache"), **fields)
+    return load_raw_rows(find_sources(cfg, split)[""], cfg)
+
+
+def both_modes(folder: Path, files: dict) -> list[dict]:
+    """Return the fields that name these files, and those that name their folder."""
+    paths = write(folder, files)
+    return [{"train_file": paths}, {"dataset_name": folder}]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_files_are_read_correctly(open_data, tmp_path, name):
+    for fields in both_modes(tmp_path / "data", {name: GOOD[name]}):
+        task, splits = open_data(**fields)
+        assert texts(task, splits["train"]) == ["ab", "cd"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_with_file_and_row(open_data, tmp_path, name):
+    files, parts = BAD[name]
+    for fields in both_modes(tmp_path / "data", files)[: 2 if name in FOLDER else 1]:
+        with pytest.raises(UsageError) as caught:
+            open_data(**fields)
+        message = str(caught.value)
+        assert all(part in message for part in parts.split("|")), message
+        # The message names the user's files, not those in the cache.
+        assert not any(name in message for name in ("cache/", "prepared"))
+
+
+@pytest.mark.parametrize("name", ["trailing comma", "too few", "column twice"])
+def test_mutant_readers_of_datasets_accept_broken_files(open_data, tmp_path, name):
+    """The reason for a reader of our own; this fails if `datasets` changes. Its own readers stay what they are."""
+    (file,) = write(tmp_path, BAD[name][0])
+    with pytest.raises(UsageError):
+        open_data(train_file=file)
+    assert len(list(datasets.load_dataset("csv", data_files=[str(file)], split="train", streaming=True))) in (1, 2)
+
+
+def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
+    """`datasets` would write the texts of the second chunk in quotes: to train on those would be a silent error."""
+    write(tmp_path / "data", {"README.md": CARD, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
+    with pytest.raises(UsageError, match=r"a.jsonl, line 10: `text` holds a number"):
+        open_data(dataset_name=tmp_path / "data")
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatch, mutant):
+    """Where a whole chunk or file has only dates, pyarrow makes times: one would train on `2020-01-01 00:00:00`."""
+    if mutant:
+        monkeypatch.setattr(json_reader, "_feature_of_type", lambda kind: datasets.Value(str(kind)))
+    texts, dates = ({"text": text} for text in ("def f", "2020-01-01T10:00"))
+    files = {"README.md": CARD, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
+    write(tmp_path / "data", files)
+    rows = raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows
+    assert rows["text"][-10:] == [dates["text"]] * 10
+    assert (rows.features["text"] == datasets.Value("string")) == (not mutant)
+
+
+def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+    """Python and `datasets` skip it without a word."""
+    write(tmp_path / "data", {"train.jsonl": lines(ROW)})
+    write(tmp_path / "data/more", {"train.jsonl": lines(ROW)})
+    allowed = os.access  # root may read every folder
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "more" and allowed(path, mode))
+    with pytest.raises(UsageError, match="data/more is a folder that cannot be read"):
+        find_sources(run_config(dataset_name=str(tmp_path / "data")), "train")
+
+
+def test_csv_columns_have_one_type_in_all_files_of_a_folder(tmp_path):
+    """`datasets` would cast later files and splits to the types of the first: 007 to 7, and 2 beside bools to True."""
+    names = ("train-0.csv", "train-1.csv", "validation.csv")
+    contents = ["text,n\nab,x\n", "text,n\ncd,007\n", "text,n\nef,TRUE\n"]
+    write(tmp_path / "data", dict(zip(names, contents, strict=True)))
+    data = {"dataset_name": str(tmp_path / "data")}
+    cells = [raw_rows(tmp_path, name, **data).rows["n"][:] for name in ("train", "validation")]
+    assert cells == [["x", "007"], ["TRUE"]]
+
+    write(tmp_path / "data", {"train-0.csv": "text,n\nab,true\n", "train-1.csv": "text,n\ncd,2\n"})
+    assert raw_rows(tmp_path, **data).rows["n"][:] == ["true", "2"]
+    files = [str(tmp_path / "data" / name) for name in names[:2]]
+    assert raw_rows(tmp_path, train_file=files).rows["n"][:] == ["true", "2"]
+
+
+@pytest.mark.parametrize("limit", ["ROWS", "CHARACTERS"])
+def test_csv_types_are_those_of_all_rows(tmp_path, monkeypatch, limit):
+    """Long documents and many rows are read in parts."""
+    monkeypatch.setattr(csv_reader, limit, 2)
+    for late, cells in {"x": ["1", "2", "3", "x", "4"], "1.5": [1.0, 2.0, 3.0, 1.5, 4.0]}.items():
+        [file] = write(tmp_path, {f"{late}.csv": f"n\n1\n2\n3\n{late}\n4\n"})
+        assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == cells
+    [file] = write(tmp_path, {"text.csv": "n\nx\n2\n3\n4\n"})
+    assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == ["x", "2", "3", "4"]
+
+
+def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
+    """Integers above int64 would be rounded to float64; 1 is no bool."""
+    rows = ["12345678901234567891,true", "2,1"]
+    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool", *rows, ""])})
+    found = raw_rows(tmp_path, train_file=[str(file)]).rows
+    assert [",".join(row.values()) for row in found] == rows
+
+
+# ---- locations -------------------------------------------------------------------------------------------------------
+
+
+def test_location_of_every_line_of_text(tmp_path):
+    """Of several files, with carriage returns and other separators of lines in them."""
+    files = write(tmp_path, {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"})
+    raw = raw_rows(tmp_path, train_file=list(map(str, files)))
+    assert [text[:2] for text in raw.rows["text"]] == ["r0", "r1", "r2", "r3"]
+    where = [f"{file}, line {line}: train data" for file in files for line in (1, 2)]
+    assert [raw.describe_row(i) for i in range(4)] == where
+
+
+# ---- a row on which the `encode` of a fork fails ----------------------------------------------------------------------
+
+
+def test_row_that_encode_cannot_read_is_named(open_data, tmp_path, monkeypatch, capfd):
+    original = causal_lm.Task.encode
+
+    def encode(self, batch, locations):
+        assert "x" not in "".join(batch["text"])
+        return original(self, batch, locations)
+
+    monkeypatch.setattr(causal_lm.Task, "encode", encode)
+    file = write(tmp_path, {"rows.jsonl": lines(ROW) * 41 + lines({"text": "x y " * 900}) + lines(ROW)})
+    words = "rows.jsonl, line 42: train data: `encode` of task causal_lm fails: AssertionError"
+    with pytest.raises(UsageError, match=words):
+        open_data(train_file=file)
+    assert 'assert "x" not in' in capfd.readouterr().err  # the traceback
+
+
+# ---- what is named and cannot be read --------------------------------------------------------------------------------
+
+
+def test_unreadable_files_are_named(open_data, tmp_path):
+    for name in ("dangling", "pipe", "folder"):
+        write(tmp_path / name, {"good.jsonl": lines(ROW)})
+    (tmp_path / "dangling/a.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    os.mkfifo(tmp_path / "pipe/a.jsonl")
+    (tmp_path / "folder/a.jsonl").symlink_to(tmp_path / "pipe")  # `datasets` would not read its files
+    for name in ("dangling", "pipe", "folder"):
+        for fields in ({"train_file": tmp_path / name / "*.jsonl"}, {"dataset_name": tmp_path / name}):
+            with pytest.raises(UsageError, match=f"{tmp_path / name}/a.jsonl is not a readable file"):
+                open_data(**fields)
+
+
+def test_new_file_with_an_old_time_is_read_again(open_data, tmp_path):
+    """As `cp -p` and `tar` write it: the cache of `datasets` looks at the time alone."""
+    for rows in (["ab"], ["cd"], ["cd", "ef"]):
+        for fields in both_modes(tmp_path / "data", {"a.jsonl": lines(*({"text": text} for text in rows))}):
+            os.utime(tmp_path / "data/a.jsonl", ns=(10**18, 10**18))
+            task, splits = open_data(**fields)
+            assert texts(task, splits["train"]) == rows
+
+
+def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
+    files = {"train.jsonl": lines(ROW), "test.jsonl": lines(ROW), "more.csv": "text\nx\n", "extra.jsonl": lines(ROW)}
+    write(tmp_path / "data", files | {"tokenizer.json": "{}"})
+    _, splits = open_data(dataset_name=tmp_path / "data")
+    assert f"{tmp_path}/data/extra.jsonl and 1 more not read" in capfd.readouterr().err
+    assert data_notes(splits) == ["validation data: 1 of 1 examples checked are also in the training data"]

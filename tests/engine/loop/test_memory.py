@@ -1,0 +1,38 @@
+"""What fits where: the arithmetic gives the bytes that two ranks really hold."""
+
+import pytest
+
+from engine.config.schema import RunConfig
+from engine.loop.memory import count_parameters, resting_bytes
+from tests.helpers import kit
+
+pytestmark = pytest.mark.cluster
+
+
+def _bytes_at_the_end(argv):
+    """Train a step; return what this rank has in memory at its end."""
+    import train
+
+    sizes, optimizer_step = {}, train.optimizer_step
+
+    def measured_step(backend, module, optimizer, *rest):
+        tensors = {"weights": list(module.parameters()), "gradients": [p.grad for p in module.parameters()]}
+        result = optimizer_step(backend, module, optimizer, *rest)
+        tensors["optimizer"] = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
+        sizes.update({name: sum(tensor.to_local().nbytes for tensor in each) for name, each in tensors.items()})
+        return result
+
+    train.optimizer_step = measured_step
+    train.main([str(word) for word in argv])
+    return sizes
+
+
+def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_steps": 1}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_length": 64}
+    argv, env = kit.flags(**fields, output_dir=tmp_path / "run"), kit.where("fsdp2", 2, mixed_precision="no")
+    ranks = kit.spawn(2, _bytes_at_the_end, argv, out=tmp_path / "out", env=env)
+    task, _ = kit.open_data(**fields)
+    sizes = count_parameters(task.build(empty=True))
+    assert ranks == [resting_bytes(RunConfig(), *sizes, 2)] * 2
+    assert ranks[0] != resting_bytes(RunConfig(), *sizes, 1)  # the mutant: the arithmetic of a replica

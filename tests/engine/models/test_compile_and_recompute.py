@@ -1,0 +1,160 @@
+"""Compiled layers, recomputed activations and compressed gradients: what they do to the numbers."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import train
+from engine.config.schema import RunConfig
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.models.compile_and_recompute import compile_and_recompute
+from engine.models.varlen_attention import document_bounds
+from tests.helpers import backend_runs, kit
+
+pytestmark = pytest.mark.cluster
+
+COMPILE = torch.nn.Module.compile
+
+
+def recipe(files, model="exact.yaml", **fields) -> list[str]:
+    return backend_runs.recipe(files, model, **{"global_batch_size": 16, "max_steps": 6, "dtype": "float64"} | fields)
+
+
+@pytest.fixture(scope="module")
+def plain(files, tmp_path_factory):
+    return kit.run_training(1, tmp_path_factory.mktemp("speed") / "plain", *recipe(files))
+
+
+def _compiled(argv):
+    """Train with Dynamo's own backend, which needs no C++ compiler."""
+    torch.nn.Module.compile = lambda block, **options: COMPILE(block, backend="eager", **options)
+    train.main([str(word) for word in argv])
+
+
+def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tmp_path):
+    argv = recipe(files, pad_to_multiple_of=32, save_steps=3, compile=True, output_dir=tmp_path / "run")
+    kit.spawn(2, _compiled, argv, out=tmp_path / "out")
+    run = kit.Run(tmp_path / "run")
+    assert run.losses() == pytest.approx(plain.losses(), rel=1e-12)
+    assert run.kind("eval")[0]["loss"] == pytest.approx(plain.kind("eval")[0]["loss"], rel=1e-12)
+    assert 0 < run.kind("train")[-1]["graphs"] <= 4  # all layers share them
+    assert "graphs" not in plain.kind("train")[0]
+    for path in run.folder.rglob("*.safetensors"):
+        assert not any("_orig_mod" in name for name in load_file(path))
+    assert run.weights.keys() == plain.weights.keys()
+
+
+def _shapes(argv) -> tuple[list, set]:
+    """Train; return how layers were compiled, and the shapes of their inputs in training."""
+    options, shapes = [], set()
+
+    def note_shape(block, inputs):
+        if block.training:
+            shapes.add(tuple(inputs[0].shape[:2]))
+
+    def compiled(block, **settings):
+        options.append(settings)
+        block.register_forward_pre_hook(note_shape)
+        COMPILE(block, backend="eager", **settings)
+
+    torch.nn.Module.compile = compiled
+    train.main([str(word) for word in argv])
+    return options, shapes
+
+
+def _rows(files, tmp_path, kind: str) -> dict:
+    lengths = {"equal": [9] * 22, "packed": [3, 9, 5, 6] * 11, "ragged": range(4, 26)}[kind]
+    rows = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(length))} for length in lengths])
+    return {"train_file": rows, "validation_file": files / "validation.jsonl", "packing": kind == "packed"}
+
+
+@pytest.mark.parametrize("kind", ["equal", "packed", "ragged"])
+def test_shapes_that_repeat_are_compiled_once_each(files, tmp_path, kind):
+    """Of rows of one width, not for any shape: those kernels are slower, and would stay after the end of an epoch."""
+    argv = recipe(files, **_rows(files, tmp_path, kind), max_length=12, compile=True, output_dir=tmp_path / "run")
+    [(options, shapes)] = kit.spawn(1, _shapes, argv, out=tmp_path / "out")
+    assert {settings["dynamic"] for settings in options} == {None if kind == "ragged" else False}
+    if kind == "ragged":
+        return
+    assert {width for _, width in shapes} == {9 if kind == "equal" else 12}
+    lines = kit.Run(tmp_path / "run").kind("train")
+    assert lines[-1]["graphs"] - lines[0]["graphs"] == len(shapes) - 1 == 1  # full ones, and the last one of an epoch
+
+
+LENGTHS = {"sequence_length_warmup_steps": 9, "sequence_length_warmup_start": 2, "max_length": 20}
+BATCHES = {"batch_size_warmup_steps": 10, "batch_size_warmup_start": 1, "per_device_batch_size": 16}
+BUDGET = {"packing": True, "per_device_batch_tokens": 30, "per_device_batch_size": None, "max_length": 12}
+
+
+@pytest.mark.parametrize("fields", [LENGTHS, BATCHES, BUDGET])
+def test_many_sizes_of_rows_of_one_width_are_compiled_once(files, tmp_path, fields):
+    """Compiled one by one, torch would stop before it meets the shapes of all steps after a warmup. And packed rows are
+    not padded beyond a budget of tokens."""
+    if "packing" not in fields:
+        kit.need_addon("data/size_warmups")
+    length = 7 if "packing" in fields else 20  # one document in a packed row
+    rows = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(length))}] * 200)
+    data = {"train_file": rows, "validation_file": files / "validation.jsonl", "max_length": 20}
+    argv = recipe(files, **data | {"max_steps": 12} | fields, compile=True, output_dir=tmp_path / "run")
+    [(options, shapes)] = kit.spawn(1, _shapes, argv, out=tmp_path / "out")
+    assert {settings["dynamic"] for settings in options} == {None}
+    assert "packing" in fields or len(shapes) > 8  # torch's limit
+    assert kit.Run(tmp_path / "run").kind("train")[-1]["graphs"] <= 4
+    if "packing" in fields:
+        assert {width for _, width in shapes} == {length}
+
+
+class Shift(torch.nn.Module):
+    def forward(self, x, bounds):
+        return x + bounds.sum()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_layers_take_any_number_of_documents(marked):
+    """Also if each shape is compiled for itself. The mutant, bounds that are not marked, meets torch's limit."""
+    torch.compiler.reset()  # graphs of the other case
+    layer, graphs = Shift(), []
+    COMPILE(layer, backend=lambda graph, inputs: graphs.append(graph) or graph.forward, dynamic=False)
+    for documents in range(16, 192, 16):
+        bounds = document_bounds(torch.ones(documents, dtype=torch.int32), documents)["cu_seq_lens_q"]
+        layer(torch.ones(2), bounds if marked else bounds.clone())
+    assert len(graphs) == (1 if marked else 8)
+
+
+def test_activations_are_recomputed(files):
+    task, splits = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl")
+    model, calls = compile_and_recompute(task.build(), RunConfig(gradient_checkpointing=True)).train(), []
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    ModelWithLoss(model, task)(task.collate(splits["train"].rows(range(8)), True).inputs)["loss"].backward()
+    assert len(calls) == 2
+
+
+def test_recomputation_has_the_same_dropout_under_ddp_with_accumulation(files, tmp_path):
+    """A recomputed forward pass draws the same masks again."""
+    flags = recipe(files, "gpt2.yaml")
+    kept = kit.run_training(1, tmp_path / "kept", *flags)
+    run = kit.run_training(2, tmp_path / "run", *flags, "--gradient_checkpointing", "true")
+    assert run.losses() == pytest.approx(kept.losses(), rel=1e-12)
+    assert kit.distance(run.weights, kept.weights) <= 1e-10
+
+
+def _hooked(argv) -> int:
+    """Train; return how many gradient buckets went through the hook that rounds to 16 bits."""
+    count, original = [0], default_hooks.fp16_compress_hook
+
+    def counted(group, bucket):
+        count[0] += 1
+        return original(group, bucket)
+
+    default_hooks.fp16_compress_hook = counted
+    train.main([str(word) for word in argv])
+    return count[0]
+
+
+def test_a_comm_hook_rounds_gradients_once_a_step(files, plain, tmp_path):
+    argv = recipe(files, ddp_comm_hook="fp16", dtype="float32", output_dir=tmp_path / "run")
+    counts = kit.spawn(2, _hooked, argv, out=tmp_path / "out")
+    assert counts == [6, 6]  # one bucket, six steps of two micro-batches a rank
+    # Other random weights: those of float32.
+    assert kit.Run(tmp_path / "run").losses() == pytest.approx(plain.losses(), rel=1e-2)

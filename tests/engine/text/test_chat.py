@@ -1,0 +1,503 @@
+"""Chats: the assistant's turns in the text of any template; what a template does not write is refused."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.config.errors import UsageError
+from engine.text import chat_spans
+from engine.text.chat import encode_chat, render_chat
+from engine.text.chat_turns import Structs, read_chat, warn_once
+from engine.text.tokenize_and_pack import IGNORED
+from tests.helpers import kit
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "hello hi"},  # a user who repeats the assistant
+    {"role": "assistant", "content": "hello"},
+]
+LOOP = "{% for m in messages %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["a def f(x)"] * 9))
+
+
+def render(tokenizer, template, messages, tools=None):
+    """Return (text, the characters of each trained turn)."""
+    tokenizer.chat_template = template
+    text, spans = render_chat(tokenizer, read_chat(messages, tools), template)
+    return text, [(span.begin, span.end) for span in spans]
+
+
+TEMPLATES = {  # and what each writes around an assistant's words
+    "chatml": ((kit.REPOSITORY / "configs/chatml.jinja").read_text(), "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "mistral": (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+        "",
+        "</s>",
+    ),
+    "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
+}
+# The mutant looks for the words in the text, and finds "assistant" in the header.
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
+    template, header, end = TEMPLATES[name]
+    mutant_failed = False
+    for words in WORDS:
+        say = {"role": "assistant", "content": words}
+        for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
+            text, turns = render(tokenizer, template, chat)
+            assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
+            for a, b in turns:
+                assert text[:a].endswith(header)
+                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (words, chat)
+            mutant_failed |= text.find(words) != turns[0][0]
+    assert mutant_failed
+
+
+# ---- long chats ------------------------------------------------------------------------------------------------------
+
+
+LEADS = ["", "", "", " ", "  ", "\n", " "]
+
+
+def long_chat(turns: int) -> list[dict]:
+    """Return a chat with a system's turn, words that repeat or begin with spaces, calls of tools without words, and
+    turns that say nothing."""
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look_up", "arguments": {"n": "5"}}}],
+    }
+    chat = [{"role": "system", "content": "assistant"}]
+    while len(chat) < turns - 4:
+        k = len(chat)
+        chat.append({"role": "user", "content": LEADS[k % 7] + WORDS[k % 3] + " " if k % 11 else ""})
+        if k % 7 == 0:
+            chat += [call, {"role": "tool", "content": f"{k}" if k % 2 else ""}]
+        chat.append({"role": "assistant", "content": LEADS[k % 5] + WORDS[k % 5] if k % 13 else ""})
+    return [*chat, CHAT[0], CHAT[1]]
+
+
+LONG = {name: (template, False) for name, (template, _, _) in TEMPLATES.items()}
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+WITH_CALLS = TEMPLATES["chatml"][0].replace(
+    "{{ message.content }}", "{{ message.content }}" + CALLS.replace("m.", "message.")
+)
+LONG |= {"calls": (WITH_CALLS, True)}
+LONG |= {"only an end": (LOOP + "{{ m.content }}</s>{% endfor %}", False)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_chats_have_the_spans_of_short_ones_in_linear_time(tokenizer, monkeypatch, name):
+    """The mutant renders the chat twice up to each turn, as it is right for a short chat."""
+    template, has_calls = LONG[name]
+    rendered = 0
+
+    def count(turns, *arguments, original=tokenizer.apply_chat_template, **options):
+        nonlocal rendered
+        rendered += len(turns)
+        return original(turns, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    turns = {}
+    for few in (chat_spans.FEW_TURNS, 10**9):
+        monkeypatch.setattr(chat_spans, "FEW_TURNS", few)
+        for length in (40, 160):
+            chat = [
+                turn
+                for turn in long_chat(length)
+                if has_calls or not (turn.get("tool_calls") or turn["role"] == "tool")
+            ]
+            rendered = 0
+            result = render(tokenizer, template, chat)
+            turns[few, length] = rendered, result
+            assert len(result[1]) == sum(turn["role"] == "assistant" for turn in chat)
+    fast, mutant = ((turns[few, 40], turns[few, 160]) for few in (8, 10**9))
+    assert [result for _, result in fast] == [result for _, result in mutant]
+    assert fast[1][0] < 5 * fast[0][0]
+    assert mutant[1][0] > 10 * mutant[0][0]
+
+
+def test_template_that_differs_in_the_middle_of_a_long_chat(tokenizer):
+    """Headers that repeat are looked for; a turn where they differ is rendered."""
+    template = (
+        LOOP + "{% if loop.index == 42 %}<|now|>{% endif %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    chat = [turn for _ in range(30) for turn in CHAT[:2]]
+    text, spans = render(tokenizer, template, chat)
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
+    assert "<|now|>" in text
+    # Before the header of a user, it is no target. The mutants look for headers only, or in the middle only.
+    text, spans = render(tokenizer, template.replace("== 42", "in (25, 43)"), chat)
+    assert text.count("<|now|><|user|>") == 2
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
+
+
+def test_marks_that_a_template_cuts_are_refused(tokenizer):
+    template = MARKS.replace("{% generation %}", "{% set words %}{% generation %}")
+    template = template.replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ WORDS }}")
+    assert len(render(tokenizer, template.replace("WORDS", "words"), CHAT)[1]) == 2
+    with pytest.raises(ValueError, match=r"between.* cannot be found"):
+        render(tokenizer, template.replace("WORDS", "words[:5]"), CHAT)
+
+
+def test_words_of_the_assistant_that_stand_elsewhere_are_refused(tokenizer):
+    """As Gemma 4 writes what is said beside a call: after the result of the tool. It would be no target."""
+    template = (
+        LOOP
+        + "{% if m.role == 'tool' %}<|tool|>{{ m.content }}{{ messages[loop.index0 - 1].content }}{% else %}"
+        + "<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+        + "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}{% endif %}<|endoftext|>"
+        + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for repeated in (1, 6):
+        chat = called({"city": "Paris"}) * repeated
+        text, spans = render(tokenizer, template, chat)
+        assert [text[a:b] for a, b in spans] == ['f{"city": "Paris"}<|endoftext|>', "hello<|endoftext|>"] * repeated
+        chat[1] = chat[1] | {"content": "I look."}
+        with pytest.raises(ValueError, match="writes the content of turn 1 elsewhere"):
+            render(tokenizer, template, chat)
+        chat[1] = chat[1] | {"train": False}
+        assert len(render(tokenizer, template, chat)[1]) == 2 * repeated - 1
+
+
+@pytest.mark.parametrize("before", ["{% if m.reasoning %}({{ m.reasoning }}){% endif %}", "CALLS"])
+def test_all_that_a_turn_says_is_a_target_without_a_generation_prompt(tokenizer, before):
+    """The mutant begins where the content does, after reasoning and calls."""
+    template = LOOP + "<{{ m.role }}>" + before.replace("CALLS", CALLS) + "{{ m.content }}</s>{% endfor %}"
+    says = {"reasoning": "why"} if before != "CALLS" else {"tool_calls": called({"a": "b"})[1]["tool_calls"]}
+    written = "(why)" if before != "CALLS" else '<call>f {"a": "b"}'
+    for content in ("hello", ""):
+        text, [(a, b)] = render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": content, **says}])
+        assert text[a:b] == f"{written}{content}</s>"
+
+
+GENERATION = [
+    "{%- generation -%}{{ m.content }}<|endoftext|>{%- endgeneration -%}",
+    "\n  {% generation %}\n{% set words = m.content %}{{ words }}\n  {% endgeneration %}\n",
+    "{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>",
+    " de{% generation %}f{{ m.content }}{% endgeneration %}",  # one token has characters of both
+]
+
+
+@pytest.mark.parametrize("generation", GENERATION)
+def test_turns_that_a_template_marks_are_those_of_transformers(tokenizer, generation):
+    tokenizer.chat_template = (
+        LOOP
+        + "<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        + generation
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    chat = [*CHAT, {"role": "assistant", "content": "für 🙂 \ue004 "}]  # and an icon of a font
+    ids, labels, sizes = encode_chat(tokenizer, chat, "row 3", None)
+    expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids == expected["input_ids"]
+    assert [label != IGNORED for label in labels] == [bool(target) for target in expected["assistant_masks"]]
+    assert sizes.sum() == len(tokenizer.apply_chat_template(chat, tokenize=False).encode())
+
+
+def test_token_with_characters_of_the_header_is_no_target(tokenizer):
+    """At inference it is a part of the prompt, in other tokens, so no label would be right."""
+    tokenizer.chat_template = LOOP + "{{ m.role }}: de{{ m.content }}</s>{% endfor %}"
+    ids, labels, _ = encode_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "f(x)"}], "row 3", None)
+    assert " def" in [tokenizer.decode([token]) for token in ids]
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == "(x)</s>"
+
+
+# ---- turns that are not trained on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [{"train": False}, {"weight": 0}, {"masked": True}, {"loss": 0}, {"training": False}])
+@pytest.mark.parametrize("template", [kit.CHATML, "marks"])
+def test_turns_that_a_row_excludes_are_not_trained_on(tokenizer, template, keys):
+    chat = [CHAT[0], CHAT[1] | keys, CHAT[2], {"role": "assistant", "content": "yes", "weight": 1.0}]
+    text, spans = render(tokenizer, MARKS if template == "marks" else template, chat)
+    assert [text[a:b].replace("<|endoftext|>\n", "") for a, b in spans] == ["yes"]
+    assert "hello" in text
+    assert "weight" not in text
+
+
+def test_template_with_two_marked_parts_in_a_turn(tokenizer):
+    """Which turn a part belongs to is not known, so no turn can be excluded."""
+    template = MARKS.replace("{% endgeneration %}", "{% endgeneration %}:{% generation %}!{% endgeneration %}")
+    text, spans = render(tokenizer, template, CHAT)
+    assert [text[a:b] for a, b in spans] == ["hello", "!"] * 2
+    with pytest.raises(ValueError, match=r"turn 1 is not to be trained on.*marks 4 parts of 2 turns"):
+        render(tokenizer, template, [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]])
+
+
+def test_training_of_other_roles_is_warned_of(tokenizer, capsys):
+    warn_once.cache_clear()
+    render(tokenizer, kit.CHATML, [CHAT[0] | {"train": True}, CHAT[1] | {"train": True}])
+    assert "only turns of the assistant" in capsys.readouterr().err
+    render(tokenizer, kit.CHATML, [CHAT[0] | {"train": False}, CHAT[1] | {"train": True}])
+    assert not capsys.readouterr().err
+
+
+THINKING = (  # as Qwen 3: reasoning is written in the last turn only
+    LOOP
+    + "<|{{ m.role }}|>{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("reason", [{"reasoning_content": "why"}, {"content": "<think>why</think>yes"}])
+def test_reasoning_of_earlier_turns_may_be_left_out_where_they_are_not_trained_on(tokenizer, reason):
+    answer = {"role": "assistant", "content": "yes"} | reason
+    chat = [CHAT[0], answer, CHAT[2], answer]
+    with pytest.raises(ValueError, match=r"reasoning.* of turn 1, as at inference.*train: false"):
+        render(tokenizer, THINKING, chat)
+    text, [(a, b)] = render(tokenizer, THINKING, [CHAT[0], answer | {"train": False}, CHAT[2], answer])
+    assert text[a:b] == "<think>why</think>yes<|endoftext|>"
+    assert text.count("why") == 1
+
+
+# ---- what a row holds ------------------------------------------------------------------------------------------------
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+GPT = {"role": "gpt", "content": "yes"}
+
+
+def parts(*kinds: str) -> dict:
+    return {"role": "user", "content": [{"type": kind, "text": f"{kind} of {k}. "} for k, kind in enumerate(kinds)]}
+
+
+def test_parts_of_text_are_joined(tokenizer):
+    """Even under a template that writes strings only, as Qwen 3's."""
+    template = kit.CHATML.replace("m['content']", "m['content'] if m['content'] is string else ''")
+    text, _ = render(tokenizer, template, [parts("text", "text"), *CHAT[1:]])
+    assert "text of 0. text of 1. " in text
+
+
+def test_template_that_takes_only_parts_gets_them(tokenizer):
+    """As those for images and text: SmolVLM's writes nothing for a string, LLaVA's fails."""
+    for write in ("{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content[0]['text'] }}"):
+        template = kit.CHATML.replace("{{ m['content'] }}", write)
+        assert render(tokenizer, template, [parts("text"), *CHAT[1:]])[0].count("text of 0.") == 1
+        # A word that stands in a header, too, does not say that texts are written.
+        chat = [{"role": "user", "content": "user"}, {"role": "assistant", "content": "hello"}, CHAT[2]]
+        assert "<|user|>user<" in render(tokenizer, template, chat)[0]
+        assert "hello" in render(tokenizer, template, [CHAT[0] | {"content": ""}, CHAT[1]])[0]
+
+
+def test_a_list_without_calls_is_no_call(tokenizer):
+    text, spans = render(tokenizer, kit.CHATML, [CHAT[0], CHAT[1] | {"tool_calls": []}])
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>\n"]
+
+
+def test_reasoning_that_is_never_written_is_not_a_matter_of_the_last_turn(tokenizer):
+    answer = CHAT[1] | {"reasoning_content": "why"}
+    with pytest.raises(ValueError, match=r"reasoning_content of turn 1: remove it"):
+        render(tokenizer, kit.CHATML, [CHAT[0], answer, CHAT[2], answer])
+    with pytest.raises(ValueError, match=r"reasoning_content of turn 1: remove it"):
+        inline = {"role": "assistant", "content": "<think>why</think>yes"}
+        render(tokenizer, kit.CHATML, [CHAT[0], answer, CHAT[2], inline])
+
+
+TOOL_CHAT = (
+    LOOP + "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def called(arguments) -> list[dict]:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return [{"role": "user", "content": 'loads("{}")'}, call, {"role": "tool", "content": "5"}, CHAT[1]]
+
+
+def test_null_in_arguments_is_a_value(tokenizer):
+    text, _ = render(tokenizer, TOOL_CHAT, called({"city": "Paris", "limit": None}))
+    assert '{"city": "Paris", "limit": null}' in text
+
+
+STRUCTS = Structs(anywhere=True, in_arguments=True)
+
+
+def test_null_in_a_struct_is_a_missing_key_or_refused():
+    """Arrow gives all calls the same keys."""
+    chat = called({"city": "Paris"})
+    chat[1]["tool_calls"][0] |= {"id": None}
+    assert read_chat(chat, None, STRUCTS).turns[1]["tool_calls"] == called({"city": "Paris"})[1]["tool_calls"]
+    for structs in (STRUCTS, Structs(anywhere=True)):
+        chat = called({"city": {"name": None}})
+        if structs.in_arguments:
+            with pytest.raises(ValueError, match=r"tool_calls of turn 1 has null for city.name.*JSON text"):
+                read_chat(chat, None, structs)
+        else:
+            assert read_chat(chat, None, structs).turns[1]["tool_calls"] == chat[1]["tool_calls"]
+    tools = [{"name": "f", "strict": None, "parameters": {"x": {"default": None}}}]
+    with pytest.raises(ValueError, match=r"schema of tool 0 has null for x.default"):
+        read_chat(CHAT, tools, STRUCTS)
+    assert read_chat(CHAT, tools).tools == tools
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', "{}"])
+def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokenizer, arguments):
+    """As gpt-oss does, and Mistral: what they refuse to render without a part is no reason to refuse the chat. The quoted
+    text of the user is not the arguments."""
+    template = TOOL_CHAT if isinstance(arguments, dict) else TOOL_CHAT.replace("| tojson", "")
+    assert len(render(tokenizer, template, called(arguments))[1]) == 2
+
+
+def test_tokenizer_with_several_templates(tokenizer):
+    """One more for rows with tools, as Command R and Hermes have."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = MARKS.replace("{%", "{{ tools | tojson }}{%", 1)
+    tokenizer.chat_template = {"default": kit.CHATML, "tool_use": with_tools}
+    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given) for given in (None, tools))
+    assert len(plain[0]) < len(more[0])
+    targets = [tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in (plain, more)]
+    assert targets == ["hello<|endoftext|>\n" * 2, "hello" * 2]  # as each template says
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])
+def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
+    with pytest.raises(ValueError, match=r"does not write the `tools`.*--chat_template"):
+        render(tokenizer, kit.CHATML, CHAT, tools)
+    template = "{% if tools %}<|tools|>{{ tools | tojson }}\n{% endif %}" + kit.CHATML
+    text, turns = render(tokenizer, template, CHAT, tools)
+    head = text.removesuffix(render(tokenizer, kit.CHATML, CHAT)[0])
+    assert json.loads(head.removeprefix("<|tools|>")) == TOOLS
+    assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
+
+
+@pytest.mark.parametrize("tools, words", [("f(x)", "text, but not JSON"), ({"name": "f"}, "not a list"), (5, "not a")])
+def test_tools_that_are_no_list_are_refused(tokenizer, tools, words):
+    with pytest.raises(ValueError, match=f"`tools` of the row.*{words}"):
+        render(tokenizer, kit.CHATML, CHAT, tools)
+
+
+# ---- templates and chats that are refused ----------------------------------------------------------------------------
+
+NO_SYSTEM = LOOP + "{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}{% endfor %}"
+MARKS = kit.CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+)
+UPPER = LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
+LATER = LOOP + "<|{{ m.role }}|>{{ m.content }}{% if loop.last %}<|endoftext|>{% endif %}{% endfor %}"
+NO_TURN = LOOP + "{% if loop.index != 3 %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+CUT = kit.CHATML.replace("m['content']", "m['content'][1:]")
+PYTHON = TOOL_CHAT.replace("arguments | tojson", "arguments")
+FIRST_ONLY = TOOL_CHAT.replace("arguments | tojson", "arguments.a | tojson")
+THINK_PROMPT = kit.CHATML.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+REASONS = THINK_PROMPT.replace("{{ m['content']", "{{ m.reasoning_content }}{{ m['content']")
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    "template, messages, words",
+    [
+        (kit.CHATML, [CHAT[0], CALL], "`messages`.*tool_calls of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "not write the reasoning_content of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"function_call": {"name": "f"}}], "not write the function_call of turn 1"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"weight": 0.5}], "turn 1 has `weight` 0.5"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train": "false"}], "turn 1 has `train` 'false'"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train": False, "weight": 1}], "train and weight, which say the opposite"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"train_detail": [{"train": False}]}], "turn 1 has `train_detail`"),
+        (kit.CHATML, [CHAT[0] | {"images": ["x.png"]}, CHAT[1]], "turn 0 has `images`"),
+        (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
+        (kit.CHATML, [CHAT[0] | {"content": 5}, CHAT[1]], "content of turn 0 is int"),
+        (kit.CHATML, [parts("text", "image_url"), *CHAT[1:]], "content of turn 0 has parts of type image_url"),
+        (MARKS, [CHAT[0], GPT, *CHAT], "turn 1 has the role 'gpt'"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"role": "assistant "}], "turn 1 has the role 'assistant '"),
+        (kit.CHATML, [CHAT[0], CHAT[1], {"role": "tool", "content": {"a": 1}}], "content of turn 2 as Python code"),
+        (NO_SYSTEM, [SYSTEM, *CHAT], "does not write the content of turn 0"),
+        (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
+        (CUT, CHAT, "does not write the content of turn 1"),
+        (UPPER, CHAT[1:2], "does not write the content of turn 0"),
+        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
+        (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
+        (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
+        (LATER, CHAT, "earlier turns.*--chat_template"),
+        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*before its words$"),
+        (REASONS, CHAT, "generation prompt '<|assistant|><think>'.*reasoning_content, which the prompt opens"),
+    ],
+)
+def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=f"row 3: .*{words.replace('|', '.')}"):
+        encode_chat(tokenizer, messages, "row 3", None)
+
+
+def test_texts_may_be_escaped_as_json_says(tokenizer):
+    template = kit.CHATML.replace("m['content']", "m['content'] | tojson")
+    text, spans = render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": 'say "für"\n'}])
+    assert [text[a:b] for a, b in spans] == ['"say \\"für\\"\\n"<|endoftext|>\n']
+
+
+def test_template_that_compares_names_is_searched_for_texts(tokenizer):
+    """So it writes another text for names with marks."""
+    template = TOOL_CHAT.replace(
+        "{{ m.tool_calls[0].function.name }}", "{% if m.tool_calls[0].function.name == 'f' %}f{% endif %}"
+    )
+    assert len(render(tokenizer, template, called({"city": "Paris"}))[1]) == 2
+    with pytest.raises(ValueError, match="does not write the tool_calls of turn 1"):
+        render(tokenizer, template.replace("arguments | tojson", "arguments.town"), called({"city": "Paris"}))
+
+
+def test_the_location_of_a_row_is_read_only_for_an_error(tokenizer):
+    """It counts the lines of the file: once for each row, time would grow with the square of the rows."""
+    reads = []
+
+    class Location:
+        def __str__(self) -> str:
+            reads.append(1)
+            return "line 7"
+
+    tokenizer.chat_template = kit.CHATML
+    encode_chat(tokenizer, CHAT, Location(), None)
+    assert not reads
+    with pytest.raises(UsageError, match="line 7"):
+        encode_chat(tokenizer, [GPT], Location(), None)
+
+
+GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        # `<|im_end|>` is plain text for this tokenizer, so a trained model would not stop after its answer.
+        (TEMPLATES["chatml"][0], "generation will not stop"),
+        # Rows that are prepared tomorrow would differ, and the run would not resume with them.
+        ("{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML, "the chat template writes the date"),
+        (GLM, "no target says that the turn ends"),
+        (MARKS, "no target says that the turn ends"),
+        (kit.CHATML, ""),
+    ],
+)
+def test_warnings(tokenizer, capsys, template, words):
+    warn_once.cache_clear()
+    tokenizer.chat_template = template
+    encode_chat(tokenizer, CHAT, "row 3", None)
+    warnings = capsys.readouterr().err
+    assert warnings.count("warning: ") == bool(words)
+    assert words in warnings
+
+
+def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
+    warn_once.cache_clear()
+    tokenizer.chat_template = kit.CHATML
+    chat = [CHAT[0] | {"name": "Ann", "id": "a1"}, CHAT[1]]
+    encode_chat(tokenizer, chat, "row 3", None)
+    assert "does not read `name`" in capsys.readouterr().err
+    tokenizer.chat_template = kit.CHATML.replace("{{ m['content'] }}", "{{ m.name or '' }}{{ m['content'] }}")
+    encode_chat(tokenizer, chat, "row 3", None)
+    assert not capsys.readouterr().err

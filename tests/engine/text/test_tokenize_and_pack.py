@@ -1,0 +1,27 @@
+"""UTF-8 bytes of tokens, documents packed into rows that are nearly full; each one once: tests/src/tasks/test_causal_lm.py."""
+
+import numpy as np
+
+from engine.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes
+
+
+def test_bytes_of_gaps_and_special_tokens():
+    # A special token covers nothing, a skipped blank belongs to the token after it, a character in several tokens
+    # counts once.
+    assert token_bytes("ab é", [(0, 0), (0, 2), (3, 4), (3, 4), (0, 0)]).tolist() == [0, 2, 3, 0, 0]
+
+
+def test_best_fit_by_hand():
+    # Longest first: 6 | 5 | 4 joins 6 (nothing left) | 3 joins 5 (2 left, the tightest) | 2 joins 5+3.
+    lengths = [2, 3, 4, 5, 6]
+    counts = dict.fromkeys(("length", "targets", "bytes", "cut"), lengths)
+    assert pack(10, counts | {"input_ids": [[n] * n for n in lengths]})["documents"] == [[6, 4], [5, 3, 2]]
+    assert pack(8, counts | {"input_ids": [[7]] * 5, "length": [1] * 5})["input_ids"] == []  # they predict nothing
+
+
+def test_padding_does_not_continue_a_document():
+    """It counts from zero, so transformers sees padding as a document of its own."""
+    assert packed_positions(np.array([3, 2]), 5).tolist() == [0, 1, 2, 0, 1]
+    assert packed_positions(np.array([2]), 5).tolist() == [0, 1, 0, 1, 2]
+    rows = [np.array([3, 2]), np.array([2])]
+    assert document_lengths(rows, 5).tolist() == [3, 2, 2, 3]  # and none of a full row: kernels start blocks for each

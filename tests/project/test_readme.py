@@ -1,0 +1,115 @@
+"""The README: its commands run (shortened), its links exist, its length."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from engine.config import parsing, validation
+from engine.config.errors import UsageError
+from engine.task_registry import OPTIONS
+from tests.helpers import kit
+
+README = (kit.REPOSITORY / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.strip().splitlines()]
+PAGES = [*kit.REPOSITORY.glob("*.md"), *kit.REPOSITORY.glob("docs/*.md")]
+TASKS_PAGE = (kit.REPOSITORY / "docs" / "tasks.md").read_text()
+HUB = "finetune_hub.yaml"  # needs the network: only its run file is checked here
+
+
+def shell(command: str) -> str:
+    """Run a command in the repository, with this interpreter first in the path; return its output."""
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("ACCELERATE_DEBUG_MODE", None)
+    done = subprocess.run(command, shell=True, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=900, env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
+    """Two processes train four steps on a file of one's own and evaluate 40 rows; one process evaluates them again."""
+    assert COMMANDS[:3] == ["make train", "make test", "make eval"]
+    assert "make train NPROC=2 ARGS='--train_file data/mine.jsonl --validation_file data/held_out.jsonl'" in COMMANDS
+    mine = tmp_path / "mine.jsonl"
+    kit.write_jsonl(mine, [{"text": f"def f{n}(x):\n    return x + {n}\n" * 20} for n in range(300)])
+    short = f"--max_steps 4 --warmup_steps 1 --max_eval_examples 40 --sample_tokens 5 --resume never --output_dir {tmp_path}/run"
+    text = shell(f"make train NPROC=2 ARGS='--train_file {mine} --validation_file {mine} {short}'")
+    assert "def " in text.split("A sample of the trained model")[1]
+    assert str(tmp_path / "run" / "final") in text
+    reported = kit.Run(tmp_path / "run").kind("eval")[-1]
+    assert str(reported["loss"]) in text
+    assert {"perplexity", "bits_per_byte", "accuracy"} <= set(reported)
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == 2
+    evaluated = shell(f"make eval RUN={tmp_path}/run")
+    assert str(reported["loss"]) in evaluated
+    assert json.loads((tmp_path / "run" / "eval.json").read_text()) == reported
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
+def test_commands_of_train_py(command):
+    """Run each command of the README with --dry_run."""
+    command = command if "--dry_run" in command else f"{command} --dry_run"
+    assert "learning rate" in shell(command)
+
+
+def test_run_files_are_valid_and_begin_with_their_command():
+    assert any(HUB in command for command in COMMANDS)
+    for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
+        if path.name == "lora_hub.yaml":
+            continue  # tests/addons/adapters/test_peft.py checks it: it needs the package peft
+        try:
+            validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
+        except UsageError as error:
+            if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
+                raise
+        if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
+            first, _, rest = path.read_text().partition("\n")
+            assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+            assert first.endswith(f"train.py --config configs/{path.name}")
+            assert "# yaml-language-server: $schema=schema.json\n" in rest
+
+
+def test_readme_shows_the_step_of_train_py():
+    """The loop's step and `compute_gradient` without its docstring, line by line."""
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    train = (kit.REPOSITORY / "train.py").read_text()
+    parts = block.strip("\n").split("\n\n")
+    assert len(parts) == 3
+    for part in (textwrap.indent(parts[0], 8 * " "), *parts[1:]):
+        assert part + "\n" in train
+
+
+def test_pages_name_what_exists():
+    """Targets of make, files, and the flags of train.py and eval.py, in code of every page; folders in AGENTS.md."""
+    agents = (kit.REPOSITORY / "AGENTS.md").read_text()
+    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == agents
+    assert len(README.splitlines()) <= 140
+    assert len(agents.splitlines()) <= 120
+    pages = [*PAGES, kit.REPOSITORY / "benchmarks" / "README.md"]
+    code = "\n".join(part for page in pages for part in re.findall(r"`+([^`]+)`+", page.read_text()))
+    targets = re.findall(r"^  ([a-z-]+)", shell("make"), re.M)
+    assert set(re.findall(r"\bmake ([a-z-]+)", code)) <= set(targets)
+
+    paths = re.findall(r"(?:accelerate_configs|configs|benchmarks|cluster/slurm)/[\w/]+\.(?:yaml|py|sbatch)", code)
+    assert len(paths) > 20
+    paths += re.findall(r"`((?:engine|src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", agents)
+    has_addons = (kit.REPOSITORY / "addons").exists()
+    own = re.compile("NAME|yours|/[xX].yaml" if has_addons else "NAME|yours|/[xX].yaml|addons")
+    assert [path for path in paths if not own.search(path) and not (kit.REPOSITORY / path).exists()] == []
+
+    schema = json.loads((kit.REPOSITORY / "configs" / "schema.json").read_text())
+    fields = {*schema["properties"], "config", "checkpoint", "help", "schema"}
+    flags = {flag for line in re.findall(r"(?:train|eval)\.py (--.*)", code) for flag in re.findall(r"--(\w+)", line)}
+    assert len(flags) > 5
+    assert flags <= fields
+
+
+def test_links_between_documents():
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

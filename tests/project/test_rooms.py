@@ -1,0 +1,126 @@
+"""Two houses and their rooms: one-way imports, the map in docs/architecture.md, the tests that documents link to."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import kit
+
+HOUSES = ("engine", "src")
+# Rooms and files of engine/, each of which may import the ones before it.
+ORDER = ["startup", "config", "storage", "process", "text", "distributed", "models", "task", "task_registry"]
+ORDER += ["data", "loop", "checkpointing", "tools"]
+SIDEWAYS = {("startup", "config")}  # --help, shown before slow imports
+
+
+def imports(folder: Path) -> set[tuple[str, str]]:
+    """Return (house or room, what it imports) of all files of the houses below `folder`, such as ("data", "config")."""
+    edges = set()
+    for path in [path for house in HOUSES for path in (folder / house).rglob("*.py")]:
+        house, *rest = path.relative_to(folder).with_suffix("").parts
+        here = rest[0] if house == "engine" else house
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                top, _, inside = name.partition(".")
+                if top in (*HOUSES, "addons", "samples"):
+                    edges.add((here, inside.split(".")[0] if top == "engine" else top))
+    return {(one, other) for one, other in edges if one != other}
+
+
+def upward(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the imports that go up: engine to src, either house to addons or samples, a room to a later one."""
+    order = [*ORDER, "src", "addons", "samples"]
+    return {(one, other) for one, other in edges if order.index(other) > order.index(one)} - SIDEWAYS
+
+
+def test_imports_go_one_way():
+    edges = imports(kit.REPOSITORY)
+    assert len(edges) > 20
+    assert {room for edge in edges for room in edge} == {*ORDER, "src"}
+    assert upward(edges) == set()
+
+
+@pytest.mark.parametrize(
+    "file, text, edge",
+    [
+        ("engine/config/file.py", "def lazy():\n    from engine.data import dataset\n", ("config", "data")),
+        ("engine/loop/file.py", "import src.training.evaluation\n", ("loop", "src")),
+        ("engine/loop/file.py", "from addons.tools import fork\n", ("loop", "addons")),
+        ("src/tasks/file.py", "from addons.tasks import seq2seq\n", ("src", "addons")),
+    ],
+)
+def test_mutant_import_that_goes_up_is_caught(tmp_path, file, text, edge):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    assert upward(imports(tmp_path)) == {edge}
+
+
+def test_the_map_shows_every_file_by_its_first_line():
+    page = (kit.REPOSITORY / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", page, re.M))
+    files = [path for house in HOUSES for path in (kit.REPOSITORY / house).rglob("*.py")]
+    assert rows.keys() == {str(path.relative_to(kit.REPOSITORY)) for path in files}
+    for path in files:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert rows[str(path.relative_to(kit.REPOSITORY))] == text.split("\n")[0]
+
+
+# ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
+
+PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").glob("*.md"))]
+
+
+def linked_tests(text: str) -> list[tuple[str, str]]:
+    """Return (file, name) of every `tests/room/test_x.py::name` in a page; the name is empty for a link to a file."""
+    return re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+
+
+def is_of_deleted_addon(file: str) -> bool:
+    """Return whether a test file was deleted with its add-on or the whole room; addons/README.md names its add-ons."""
+    match = re.match(r"tests/addons/(\w+)/", file)
+    page = kit.REPOSITORY / "addons" / "README.md"
+    if not match or not page.exists() or not (page.parent / match[1]).exists():
+        return match is not None
+    rows, of_room = page.read_text(), rf"^\| `({match[1]}/\w+)` \|"  # no row names the tests of a whole room
+    names = re.findall(rf"^\| `([\w/]+)` \|.*`{file}`", rows, re.M) or re.findall(of_room, rows, re.M)
+    return not all(list(page.parent.glob(f"{name}*")) for name in names)
+
+
+def missing_tests(text: str) -> list[str]:
+    """Return the linked tests that do not exist."""
+    missing = []
+    for file, name in linked_tests(text):
+        path = kit.REPOSITORY / file
+        if not path.exists() and is_of_deleted_addon(file):
+            continue
+        source = path.read_text() if path.exists() else None
+        if source is None or (name and f"\ndef {name}(" not in source):
+            missing.append(f"{file}::{name}" if name else file)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_tests_exist(page):
+    missing = missing_tests(page.read_text())
+    assert not missing, f"{page.name} links to tests that do not exist (renamed? fix the link): {missing}"
+
+
+def test_every_guarantee_links_to_a_test():
+    page = (kit.REPOSITORY / "docs" / "guarantees.md").read_text()
+    tables = re.findall(r"^\| guarantee \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 35
+    assert [row for row in rows if not linked_tests(row)] == []
+
+
+def test_mutant_link_to_a_removed_test_is_caught():
+    gone = ["tests/project/test_rooms.py::test_removed", "tests/removed/test_x.py"]
+    assert missing_tests("see `{}` and `{}`".format(*gone)) == gone
+    assert missing_tests("see `tests/project/test_rooms.py::test_linked_tests_exist`") == []
