@@ -1,4 +1,4 @@
-"""docs/support.md: which tasks and techniques are tested under which backend, read from the lists of the tests.
+"""docs/project/support.md: which tasks and techniques are tested under which backend, read from the lists of the tests.
 
     .venv/bin/python benchmarks/support.py
 
@@ -15,12 +15,12 @@ from addons.techniques import TECHNIQUES  # noqa: E402
 from engine.task_registry import OPTIONS  # noqa: E402
 from tests.addons.techniques import test_conformance as lists  # noqa: E402
 
-PAGE = REPOSITORY / "docs" / "support.md"
+PAGE = REPOSITORY / "docs" / "project" / "support.md"
 TEXT = """# What is tested with what
 
 ✓: a test (its number is below) trains it there and compares weights or losses with one process; *refused*: one sentence
 at the start says so; –: not tried. `.venv/bin/python benchmarks/support.py` writes this page from the lists
-that the tests run through; a test compares both. All ran over gloo on CPUs; [performance on GPUs](performance.md)
+that the tests run through; a test compares both. All ran over gloo on CPUs; [performance on GPUs](../performance.md)
 is another question. Every task also evaluates bitwise on three processes and resumes bitwise.
 """
 SEVERAL, FSDP2, HSDP, TP, ZERO, COMPILE, STREAM, LORA = COLUMNS = (
@@ -75,7 +75,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def page() -> str:
-    """Return the text of docs/support.md."""
+    """Return the text of docs/project/support.md."""
     table, text = cells(), TEXT
     files = sorted({*table.values(), *OF_TASKS.values()} - {"refused"})
     groups = [("task", [*OPTIONS, "any torch module"], COLUMNS), ("technique", sorted(TECHNIQUES), COLUMNS[:6])]

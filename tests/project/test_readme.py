@@ -17,7 +17,7 @@ from tests.helpers import kit
 
 README = (kit.REPOSITORY / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.strip().splitlines()]
-PAGES = [*kit.REPOSITORY.glob("*.md"), *kit.REPOSITORY.glob("docs/*.md")]
+PAGES = [*kit.REPOSITORY.glob("*.md"), *kit.REPOSITORY.glob("docs/**/*.md")]
 TASKS_PAGE = (kit.REPOSITORY / "docs" / "tasks.md").read_text()
 HUB = "finetune_hub.yaml"  # needs the network: only its run file is checked here
 

@@ -74,7 +74,7 @@ def test_the_map_shows_every_file_by_its_first_line():
 
 # ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
 
-PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").glob("*.md"))]
+PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").rglob("*.md"))]
 
 
 def linked_tests(text: str) -> list[tuple[str, str]]:
@@ -106,14 +106,14 @@ def missing_tests(text: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(kit.REPOSITORY)))
 def test_linked_tests_exist(page):
     missing = missing_tests(page.read_text())
     assert not missing, f"{page.name} links to tests that do not exist (renamed? fix the link): {missing}"
 
 
 def test_every_guarantee_links_to_a_test():
-    page = (kit.REPOSITORY / "docs" / "guarantees.md").read_text()
+    page = (kit.REPOSITORY / "docs" / "project" / "guarantees.md").read_text()
     tables = re.findall(r"^\| guarantee \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
     rows = [row for table in tables for row in table.splitlines()]
     assert len(rows) > 35
