@@ -72,6 +72,25 @@ def test_the_map_shows_every_file_by_its_first_line():
         assert rows[str(path.relative_to(kit.REPOSITORY))] == text.split("\n")[0]
 
 
+def misplaced(text: str) -> list[str]:
+    """Return the functions, classes and variables (`name` in `path.py`) that a text looks for in the wrong file."""
+    places = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.py)`", text)
+    assert places
+    return [
+        f"{name} in {path}"
+        for name, path in places
+        if not re.search(rf"\b{name.rpartition('.')[2]}\b", (kit.REPOSITORY / path).read_text())
+    ]
+
+
+def test_names_stand_in_the_files_of_architecture():
+    """The mutant: a name in a file that lacks it."""
+    assert misplaced((kit.REPOSITORY / "docs" / "architecture.md").read_text()) == []
+    assert misplaced("`find_start` in `train.py`, `main` in\n`eval.py`, `StepLosses` in `eval.py`") == [
+        "StepLosses in eval.py"
+    ]
+
+
 # ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
 
 PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").rglob("*.md"))]
