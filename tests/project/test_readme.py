@@ -109,7 +109,35 @@ def test_pages_name_what_exists():
     assert flags <= fields
 
 
-def test_links_between_documents():
-    for page in PAGES:
-        for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to a file or heading that does not exist."""
+    broken = []
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{path}#{anchor}" if anchor else path)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(kit.REPOSITORY)))
+def test_links_between_documents(page):
+    assert broken_links(page) == []
+
+
+def test_mutant_broken_links_are_caught(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[1](#a-b-c) [2](page.md#a-b-c) [3](#gone) [4](gone.md) [5](https://gone.org)\n")
+    assert broken_links(page) == ["#gone", "gone.md"]
+
+
+def test_index_of_docs_links_to_every_page():
+    folder = kit.REPOSITORY / "docs"
+    links = re.findall(r"\]\(([\w/]+\.md)", (folder / "README.md").read_text())
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")}
+    assert {*links} == pages - {"README.md"}
