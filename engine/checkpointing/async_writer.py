@@ -34,7 +34,8 @@ def finish_writing(seconds: float | None = None) -> bool:
     """Wait for the write in progress, at most `seconds` (None: EXIT_WAIT); return True if none is in progress.
 
     Its data are in host memory already, so an error after the copy need not cost the checkpoint."""
-    writing = [thread for thread in threading.enumerate() if thread.name == NAME]  # a writer would hold the model
+    # By name, because a reference to a writer would keep the model in memory.
+    writing = [thread for thread in threading.enumerate() if thread.name == NAME]
     for thread in writing:
         thread.join(EXIT_WAIT if seconds is None else seconds)
     return not any(thread.is_alive() for thread in writing)

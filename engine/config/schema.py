@@ -22,7 +22,9 @@ changeable = partial(option, may_change_on_resume=True)  # the numbers do not de
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All fields that say what is trained; parsed once, and nothing writes to it. The accelerate file says where: processes, devices, mixed precision."""
+    """All fields that say what is trained; parsed once, and nothing writes to it.
+
+    The accelerate file says where: processes, devices, mixed precision."""
 
     # The add-ons with fields that the run file names; engine/config/addons.py adds their fields to this class.
     addons: ClassVar[tuple[type[AddOn], ...]] = ()

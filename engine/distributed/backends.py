@@ -167,9 +167,9 @@ class Backend:
 
         That is: raise UsageError if a parameter was frozen or unfrozen, or if DDP waits for a gradient; add dummy batches
         to those of a sharded model; set buffers that forward passes change (running statistics) to their mean over the
-        micro-batches. On three DDP ranks or more, the
-        first gradient of a process is computed twice. DDP orders its buckets again after the first backward pass, and how
-        three ranks round a sum depends on that order: so each step has the same, also the first one after a resume."""
+        micro-batches. On three DDP ranks or more, the first gradient of a process is computed twice: DDP reorders its
+        buckets after the first backward pass, and that order decides how sums round. So a resumed run has the order of
+        an undisturbed one."""
 
         def compute_once(backend: Any, module: torch.nn.Module, batch: list, totals: Any) -> Any:
             backend_checks.check_trainable(self.parameters, self.trainable)

@@ -40,7 +40,9 @@ class Update:
         return bool(self.skipped)
 
     def report(self, norm: float) -> None:
-        """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss. A technique skips finite ones."""
+        """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss.
+
+        A finite update is skipped only by a technique."""
         added = len(self.losses.losses) - len(self.batch)  # dummy batches in front, of a sharded model
         losses = zip(self.batch, self.losses.losses.tolist()[added:], strict=True)
         real = [(micro.ids.tolist(), loss) for (micro, _), loss in losses if not micro.dummy]

@@ -19,7 +19,8 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: boo
     """Return the same model, set up as the run file (YAML) says. The names of its parameters do not change.
 
     `one_width`: all rows have one width. Then torch compiles each shape on its own, unless something else changes shapes
-    (`shapes_repeat`). By default it compiles the second shape for any shape, and uses these slower kernels from then on."""
+    (`shapes_repeat`). By default, when torch meets a second shape it recompiles for all shapes, and those kernels are
+    slower."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")

@@ -1,4 +1,4 @@
-"""Sums of the cross-entropy of a batch, and of its rows. Of a linear head, no more logits exist at once than fit.
+"""Sums of the cross-entropy of a batch, and of its rows. A linear head's logits are made in chunks that fit.
 
 Tests: tests/src/losses/test_chunked_cross_entropy.py and tests/addons/techniques/test_hard_examples.py.
 """
