@@ -18,15 +18,15 @@ from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn
-from engine.config.fields import max_length_option, option
+from engine.config.fields import option
 from engine.config.paths import locate
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder, model_folder
-from engine.process.private_apis import known_masks
+from engine.models.packed_attention import call_on_tokens
 from engine.storage.jsonl import read_json
 from engine.task import Batch
 from engine.text.labels import require_columns
-from engine.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
+from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
 TIE = 1e-5  # cosine similarities closer than this are equal
@@ -36,7 +36,11 @@ TIE = 1e-5  # cosine similarities closer than this are equal
 class Options:
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = max_length_option("tokens per text; longer texts are truncated")
+    max_length: int | None = option(
+        "tokens per text; longer texts are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
     anchor_column: str = option("column of the first text of a pair", "anchor", from_checkpoint=True)
     positive_column: str = option("column of the text that belongs to it", "positive", from_checkpoint=True)
     negative_column: str | None = option("column of a similar text that does not", from_checkpoint=True)
@@ -84,8 +88,7 @@ class Task(BatchLossTask):
         columns, lengths = {}, np.zeros((len(self.columns), len(batch[self.columns[0]])), np.int64)
         truncated = np.zeros(lengths.shape[1], np.int64)
         for i, column in enumerate(self.columns):
-            require_text(batch[column], column, locations)
-            encoded, counts = tokenize_truncated(self.tokenizer, [batch[column]], self.max_length)
+            encoded, counts = tokenize_columns(self.tokenizer, batch, [column], self.max_length, locations)
             columns[f"ids_{i}"], lengths[i] = encoded["input_ids"], counts["length"]
             truncated += counts["cut"]
             if (lengths[i] == 0).any():
@@ -131,8 +134,7 @@ class Task(BatchLossTask):
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `vectors`, (rows, texts, features): unit vectors, but anchors are divided by the temperature."""
         ids, mask = (inputs[name].flatten(0, 1) if name in inputs else None for name in ("input_ids", "attention_mask"))
-        with known_masks(packed=False):
-            hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        hidden = call_on_tokens(model, {"input_ids": ids, "attention_mask": mask}).last_hidden_state
         hidden = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
         real = torch.ones_like(ids) if mask is None else mask
         mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)

@@ -16,7 +16,7 @@ import xxhash
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import max_length_option, option
+from engine.config.fields import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
 from engine.models.model_checks import probing
@@ -33,7 +33,11 @@ MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens (BERT); the rest stay
 
 @dataclass
 class Options(CrossEntropy):
-    max_length: int | None = max_length_option("tokens per row; a longer text becomes several rows")
+    max_length: int | None = option(
+        "tokens per row; a longer text becomes several rows (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     mlm_probability: float = option(
         "share of a row's tokens to predict; of these 80% are masked, 10% replaced by random tokens, 10% kept",

@@ -7,7 +7,7 @@ rows, and an F1 made of sums. Tests: tests/addons/tasks/test_token_classificatio
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ import torch
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import max_length_option, option
+from engine.config.fields import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
-from engine.process.private_apis import known_masks
+from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
-from engine.text.labels import label_ids, labels_of_data, labels_of_model, set_labels
+from engine.text.labels import Labels
 from engine.text.tokenize_and_pack import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import ClassCrossEntropy
@@ -30,7 +30,11 @@ OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 
 @dataclass
 class Options(ClassCrossEntropy):
-    max_length: int | None = max_length_option("tokens per row; longer rows are truncated")
+    max_length: int | None = option(
+        "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
     tokens_column: str = option("column of the list of words", "tokens", from_checkpoint=True)
     tags_column: str = option("column of the list of their tags", "tags", from_checkpoint=True)
 
@@ -38,15 +42,20 @@ class Options(ClassCrossEntropy):
 class Task(base.Task):
     can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
-    labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
+
+    @property
+    def labels(self) -> Any:
+        """The tags in the order of their ids; None until the data or the model gives them."""
+        return self.tags.names
 
     def load(self) -> None:
         encoder = load_text_encoder(self.cfg, self.options.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         if not self.tokenizer.is_fast:
             raise UsageError("token_classification needs a fast tokenizer, which reports the characters of each token")
+        self.tags = Labels(self.options.tags_column)
         if self.cfg.model_name_or_path:
-            self.labels = labels_of_model(self.config, "TokenClassification")
+            self.tags = self.tags.of_model(self.config, "TokenClassification")
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -64,11 +73,11 @@ class Task(base.Task):
                     f"{split} data: there is no column `{column}` of lists among {', '.join(examples.column_names)}: "
                     "set --tokens_column or --tags_column"
                 )
-        tags = needed[1]
-        self.class_names: Any = getattr(examples.features[tags].feature, "names", None)
+        column = needed[1]
+        self.tags = replace(self.tags, names_of_column=getattr(examples.features[column].feature, "names", None))
         if self.labels is None:
-            values = (tag for row in examples[tags] for tag in row or ())
-            self.labels = labels_of_data(self.cfg, values, self.class_names, tags, split)
+            values = (tag for row in examples[column] for tag in row or ())
+            self.tags = replace(self.tags, names=self.tags.of_data(self.cfg, values, split))
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
         counts = {name: Value("int64") for name in ("length", "targets", "cut")}
         return needed, Features({"input_ids": List(Value("int32")), "labels": List(tag)} | counts)
@@ -87,7 +96,7 @@ class Task(base.Task):
         encoded, columns = tokenize_truncated(self.tokenizer, [texts], self.max_length, return_offsets_mapping=True)
         labels = []
         for location, row, names, spans in zip(locations, words, tags, encoded["offset_mapping"], strict=True):
-            ids = label_ids(names, self.labels, self.class_names, tag_column, [location] * len(names))
+            ids = self.tags.ids(names, [location] * len(names))
             begins = word_of_each_token(spans, row)
             labels.append([IGNORED if word is None else ids[word] for word in begins])
         targets = [sum(label != IGNORED for label in row) for row in labels]
@@ -95,7 +104,7 @@ class Task(base.Task):
 
     def on_prepared(self, features) -> None:
         """Store the tags of the prepared data, unless they are known already."""
-        self.labels = self.labels or features["labels"].feature.names
+        self.tags = replace(self.tags, names=self.labels or features["labels"].feature.names)
 
     def on_train_data(self, train_set) -> None:
         self.options.set_classes(self.labels, train_set, "labels")
@@ -105,7 +114,7 @@ class Task(base.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForTokenClassification
 
-        set_labels(self.config, self.labels)
+        self.tags.write_to(self.config)
         return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, self.new_head, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
@@ -132,8 +141,7 @@ class Task(base.Task):
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         arguments = {name: value for name, value in inputs.items() if name != "labels"}
-        with known_masks(packed=False):
-            return model(**arguments).logits.flatten(0, 1)
+        return call_on_tokens(model, arguments).logits.flatten(0, 1)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]

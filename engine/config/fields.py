@@ -69,11 +69,6 @@ def option(help: str, default: Any = None, **rules) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def max_length_option(help: str) -> Any:
-    """Declare `max_length` of a task: the tokens of a row."""
-    return option(f"{help} (default: the model's limit, at most 1024)", min=2)
-
-
 def declared_options(kind: type) -> dict[str, Option]:
     """Return {field name: Option} for all fields of a dataclass."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}

@@ -17,7 +17,7 @@ from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import locate, read_yaml
 from engine.config.schema import RunConfig
 from engine.models import varlen_attention
-from engine.models.config_and_tokenizer import model_folder, refuse_adapter, refuse_quantized
+from engine.models.config_and_tokenizer import experts_per_token, model_folder, refuse_adapter, refuse_quantized
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def build_model(
             f"{name} has no weights of this name and shape for {len(missing)} parameters of {type(model).__name__}, first "
             f"{min(missing)}: they would stay random; give a folder saved from this kind of model"
         )
+    if cfg.dtype == "float64" and experts_per_token(config):
+        model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
     return varlen_attention.use_in(model) if by_lengths else model
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
-from engine.config.paths import plain_name, read_yaml
+from engine.config.paths import locate, plain_name, read_yaml
 from engine.config.schema import RunConfig
 from engine.process import private_apis
 from engine.storage import hub
@@ -28,6 +28,8 @@ POSITIONS_AFTER_PADDING = (
 PUBLISHED = {"architectures", "transformers_version"}
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Experts that a token is sent to.
+TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -197,6 +199,12 @@ def vocabulary_size(cfg: RunConfig, config: "PreTrainedConfig") -> int:
     return size
 
 
+def experts_per_token(config: Any) -> int:
+    """Return how many experts a token is sent to, 0 if the configuration does not tell."""
+    values = [config_value(text_config(config), name) for name in TOP_K_NAMES]
+    return next((int(value) for value in values if value), 0)
+
+
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """Return the part of a model's configuration that describes its text, which is all of it for a text model."""
     if config_value(config, "vocab_size") is not None:
@@ -244,6 +252,24 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         return repr(tokenizer)
     return tokenizer.backend_tokenizer.to_str()
+
+
+def load_text_decoder(
+    cfg: RunConfig, max_length: int | None, chat_template: str | None = None
+) -> tuple[Any, str, "PreTrainedConfig", int, int]:
+    """Return (tokenizer or None, everything that its output depends on, configuration, row length, vocabulary size).
+
+    The tokenizer has the template of the file `chat_template`. Raise UsageError if they do not fit each other."""
+    tokenizer: Any = load_tokenizer(cfg)
+    text = tokenizer_fingerprint(tokenizer)
+    if tokenizer is not None and chat_template:
+        with errors_of(f"chat_template: {chat_template} cannot be read"):
+            tokenizer.chat_template = Path(locate(chat_template)).read_text(encoding="utf-8")
+    config = load_config(cfg, tokenizer)
+    if getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
+    length = check_fit(cfg, config, tokenizer, max_length)
+    return tokenizer, text, config, length, vocabulary_size(cfg, config)
 
 
 def load_text_encoder(

@@ -10,22 +10,40 @@ from typing import Any
 import torch
 
 from engine.config.errors import UsageError
-from engine.models.config_and_tokenizer import config_value, text_config
+from engine.models.config_and_tokenizer import config_value, experts_per_token, text_config
 from engine.models.model_checks import LENGTH, probing
 
-TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 
+class RouterLoss:
+    """The load-balancing loss of a language model with experts; its coefficient is 0 without one."""
 
-def router_coefficient(config: Any, chosen: float | None) -> float:
-    """Return the weight of the load-balancing loss: `chosen`, else the model's own if its config asks for that loss."""
-    if chosen is None and config_value(text_config(config), "output_router_logits"):
-        chosen = config_value(text_config(config), "router_aux_loss_coef")
-    return chosen or 0.0
+    def __init__(self, config: Any, coefficient: float | None):
+        """Take the coefficient, or if it is None the model's own if its configuration asks for that loss."""
+        if coefficient is None and config_value(text_config(config), "output_router_logits"):
+            coefficient = config_value(text_config(config), "router_aux_loss_coef")
+        self.coefficient = coefficient or 0.0
+        self.top_k = experts_per_token(config)
 
+    def by_row(self, router_logits: tuple[torch.Tensor, ...], is_real: torch.Tensor) -> torch.Tensor:
+        """Return the load-balancing loss of each row; `is_real` (rows, width) is false for padding."""
+        return balance_losses(router_logits, is_real, self.top_k)
 
-def experts_per_token(config: Any) -> int:
-    """Return how many experts a token is sent to, 0 if the configuration does not tell."""
-    return next((int(k) for name in TOP_K_NAMES if (k := config_value(text_config(config), name))), 0)
+    def check(self, model: Any, vocab_size: int) -> None:
+        """Raise UsageError unless the load-balancing loss of this model is the one that `by_row` computes."""
+        ids = torch.arange(LENGTH).remainder(vocab_size)[None]
+        with probing(model):
+            output = model(input_ids=ids, use_cache=False, output_router_logits=True)
+        logits = getattr(output, "router_logits", None)
+        expected = getattr(output, "aux_loss", None)
+        is_known = bool(logits) and isinstance(expected, torch.Tensor) and self.top_k > 0
+        if is_known:
+            ours = self.by_row(logits, torch.ones_like(ids))[0]
+            is_known = torch.allclose(ours.float(), expected.float())
+        if not is_known:
+            raise UsageError(
+                f"the load-balancing loss of {type(model).__name__} is not known here: give --router_aux_loss_coef 0 to "
+                "train without it"
+            )
 
 
 def balance_losses(router_logits: tuple[torch.Tensor, ...], is_real: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -41,18 +59,3 @@ def balance_losses(router_logits: tuple[torch.Tensor, ...], is_real: torch.Tenso
         probability = probability + (shares * is_real[..., None]).sum(1)
     tokens = is_real.sum(1, keepdim=True).clamp(min=1) * len(router_logits)
     return (chosen / tokens * probability / tokens).sum(-1) * router_logits[0].shape[-1]
-
-
-def check_router(model: Any, vocab_size: int) -> None:
-    """Raise UsageError unless the load-balancing loss of this model is the one that `balance_losses` computes."""
-    ids, top_k = torch.arange(LENGTH).remainder(vocab_size)[None], experts_per_token(model.config)
-    with probing(model):
-        output = model(input_ids=ids, use_cache=False, output_router_logits=True)
-    logits, expected = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
-    if not (logits and isinstance(expected, torch.Tensor) and top_k) or not torch.allclose(
-        balance_losses(logits, torch.ones_like(ids), top_k)[0].float(), expected.float()
-    ):
-        raise UsageError(
-            f"the load-balancing loss of {type(model).__name__} is not known here: give --router_aux_loss_coef 0 to train "
-            "without it"
-        )

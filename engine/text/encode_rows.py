@@ -15,7 +15,14 @@ import numpy as np
 from engine.config.errors import UsageError
 from engine.text.chat import encode_chat
 from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
-from engine.text.tokenize_and_pack import IGNORED, find_leads, require_text, tokenize_continuation, tokenize_with_bytes
+from engine.text.tokenize_and_pack import (
+    IGNORED,
+    find_leads,
+    pack,
+    require_text,
+    tokenize_continuation,
+    tokenize_with_bytes,
+)
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
@@ -88,6 +95,10 @@ class Encoder:
         _refuse_bad_answers(batch.get("label") or (), locations)
         rows = [row for document in self.encode(batch, locations) for row in self._rows(document)]
         return {name: [row[name] for row in rows] for name in self.made}
+
+    def pack(self, rows: dict[str, list]) -> dict[str, list]:
+        """Return encoded rows packed into fuller ones, with the lengths of their `documents`."""
+        return pack(self.max_length, rows)
 
     def _rows(self, document: Document) -> Iterator[dict]:
         """Yield a document as one row truncated to max_length; with packing, as several rows of up to max_length."""

@@ -1,10 +1,13 @@
 """Class labels: names from the model or the data, and their ids.
 
+A task holds one `Labels`: it finds the names, turns the raw labels into ids, and names the outputs of the model.
+
 Tests: tests/src/tasks/test_text_classification.py.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.addons import used_addons
@@ -17,6 +20,110 @@ SEVERAL_LABELS = (
 )
 
 
+class SeveralTypes(UsageError):
+    """A column of labels that holds several types. Who knows the files names the row."""
+
+    def __init__(self, column: str, split: str):
+        super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
+        self.column = column
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a task: their names in the order of their ids, and the column of the raw rows that holds them."""
+
+    column: str
+    names: list[str] | None = None  # None until the model or the data gives them
+    names_of_column: list[str] | None = None  # of a ClassLabel in the split at hand, whose rows hold integers
+
+    def of_model(self, config: Any, head: str = "SequenceClassification") -> "Labels":
+        """Return the labels with the names of a pretrained model, if it was trained with this head."""
+        return replace(self, names=labels_of_model(config, head))
+
+    def find(self, cfg: RunConfig, examples: Any, split: str) -> "Labels":
+        """Return the labels for the rows of a split, with the names that these hold unless the names are known."""
+        labels = self.inspect(examples, split)
+        if labels.names is not None:
+            return labels
+        return replace(labels, names=labels.of_data(cfg, examples.unique(self.column), split))
+
+    def inspect(self, examples: Any, split: str) -> "Labels":
+        """Return the labels for a split whose rows hold one label each. Raise UsageError for other columns."""
+        feature = (examples.features or {}).get(self.column)
+        if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
+            raise SeveralTypes(self.column, split)
+        is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
+        if is_nested:
+            raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}")
+        return replace(self, names_of_column=getattr(feature, "names", None))
+
+    def of_data(self, cfg: RunConfig, values: Iterable, split: str) -> list[str]:
+        """Return the names of a ClassLabel column, else the labels in `values`, all of a split.
+
+        Raise UsageError if there is only one, or if a value is no label."""
+        names = self.names_of_column
+        if names is None:
+            if split == "train" and not all(each.knows_all_rows for each in used_addons(cfg)):
+                raise UsageError(
+                    f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
+                    f"`{self.column}`, or a model with the labels in its config"
+                )
+            try:
+                distinct = set(values) - {None}
+            except TypeError as error:  # lists cannot be compared
+                raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}") from error
+            # Numbers are sorted by value: 2 before 10.
+            distinct = sorted(distinct, key=lambda value: (str(type(value)), value))
+            wrong = [value for value in distinct if isinstance(value, float | bytes) or value == -100]
+            if wrong:
+                raise UsageError(
+                    f"{split} data: `{self.column}` holds {wrong[0]}, which is no class: give names or integers from 0"
+                )
+            names = [str(value) for value in distinct]
+        if len(names) < 2:
+            here = ", ".join(names) or "empty"
+            raise UsageError(f"{split} data: `{self.column}` is {here} in every row: give data with two labels or more")
+        return names
+
+    def ids(self, values: list, locations) -> list[int]:
+        """Return the id of each raw label. An integer is an index into the names of a ClassLabel column.
+
+        Raise UsageError for an unknown label."""
+        labels = self.names or []
+        names = self.names_of_column
+        id_of = {label: i for i, label in enumerate(labels)}
+        ids = []
+        for i, value in enumerate(values):
+            if value is None:
+                raise UsageError(f"{locations[i]}: `{self.column}` holds nothing: every row needs a label")
+            if isinstance(value, list | dict):
+                raise UsageError(f"{locations[i]}: `{self.column}` holds {SEVERAL_LABELS}")
+            label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
+            if label not in id_of:
+                there = ", ".join(labels)[:200]
+                raise UsageError(
+                    f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}"
+                )
+            ids.append(id_of[label])
+        return ids
+
+    def numbers(self, values: list, locations) -> list[float]:
+        """Return the numbers to predict. Raise UsageError for a value that is none, or not finite."""
+        numbers = []
+        for i, value in enumerate(values):
+            try:
+                numbers.append(float(value))
+            except (TypeError, ValueError):
+                numbers.append(math.nan)
+            if not math.isfinite(numbers[-1]):
+                raise UsageError(f"{locations[i]}: `{self.column}` holds {value!r}: a regression needs a finite number")
+        return numbers
+
+    def write_to(self, config: Any) -> None:
+        """Store the names in the model's configuration, which also sets the size of its head."""
+        set_labels(config, self.names or [])
+
+
 def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
     """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
     for column in columns:
@@ -26,87 +133,12 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
     return columns
 
 
-class SeveralTypes(UsageError):
-    """A column of labels that holds several types. Who knows the files names the row."""
-
-    def __init__(self, column: str, split: str):
-        super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
-        self.column = column
-
-
-def require_one_label(examples: Any, column: str, split: str) -> None:
-    """Raise UsageError if the rows of a column hold lists or mappings, such as several labels for one row, or several
-    types."""
-    feature = (examples.features or {}).get(column)
-    if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
-        raise SeveralTypes(column, split)
-    is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
-    if is_nested:
-        raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}")
-
-
 def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[str] | None:
     """Return the labels of a pretrained model with this head in the order of their ids, None for any other model."""
     names = config.id2label or {}
     is_classifier = any(head in name for name in config.architectures or [])
     is_named = not all(str(name).startswith("LABEL_") for name in names.values())
     return [names[i] for i in sorted(names)] if is_classifier or is_named else None
-
-
-def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, column: str, split: str) -> list[str]:
-    """Return `names` of a ClassLabel column, else the labels in `values`, all of a split. Raise UsageError for one."""
-    if names is None:
-        if split == "train" and not all(each.knows_all_rows for each in used_addons(cfg)):
-            raise UsageError(
-                f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
-                f"`{column}`, or a model with the labels in its config"
-            )
-        try:
-            distinct = set(values) - {None}
-        except TypeError as error:  # lists cannot be compared
-            raise UsageError(f"{split} data: `{column}` holds {SEVERAL_LABELS}") from error
-        # Numbers are sorted by value: 2 before 10.
-        distinct = sorted(distinct, key=lambda value: (str(type(value)), value))
-        if wrong := [value for value in distinct if isinstance(value, float | bytes) or value == -100]:
-            raise UsageError(
-                f"{split} data: `{column}` holds {wrong[0]}, which is no class: give names or integers from 0"
-            )
-        names = [str(value) for value in distinct]
-    if len(names) < 2:
-        raise UsageError(
-            f"{split} data: `{column}` is {', '.join(names) or 'empty'} in every row: give data with two labels or more"
-        )
-    return names
-
-
-def label_ids(values: list, labels: list[str], names: list[str] | None, column: str, locations) -> list[int]:
-    """Return the id of each raw label. An integer is an index into `names`. Raise UsageError for an unknown label."""
-    id_of = {label: i for i, label in enumerate(labels)}
-    ids = []
-    for i, value in enumerate(values):
-        if value is None:
-            raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
-        if isinstance(value, list | dict):
-            raise UsageError(f"{locations[i]}: `{column}` holds {SEVERAL_LABELS}")
-        label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
-        if label not in id_of:
-            there = ", ".join(labels)[:200]
-            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}")
-        ids.append(id_of[label])
-    return ids
-
-
-def finite_numbers(values: list, column: str, locations) -> list[float]:
-    """Return the numbers to predict. Raise UsageError for a value that is none, or not finite."""
-    numbers = []
-    for i, value in enumerate(values):
-        try:
-            numbers.append(float(value))
-        except (TypeError, ValueError):
-            numbers.append(math.nan)
-        if not math.isfinite(numbers[-1]):
-            raise UsageError(f"{locations[i]}: `{column}` holds {value!r}: a regression needs a finite number")
-    return numbers
 
 
 def set_labels(config: Any, labels: list[str]) -> None:

@@ -23,6 +23,15 @@ def require_text(values: list, column: str, locations) -> None:
             raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
 
 
+def tokenize_columns(
+    tokenizer, batch: dict[str, list], columns: list[str], max_length: int, locations
+) -> tuple[Any, dict[str, list]]:
+    """Return what `tokenize_truncated` does for a column of texts, or two as pairs. Raise UsageError for other values."""
+    for column in columns:
+        require_text(batch[column], column, locations)
+    return tokenize_truncated(tokenizer, [batch[column] for column in columns], max_length)
+
+
 def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **options) -> tuple[Any, dict[str, list]]:
     """Return (the tokenizer's output, truncated to max_length; columns `length` and `cut`, the tokens truncated).
 

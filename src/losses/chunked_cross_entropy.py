@@ -13,8 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 
 from engine.models.compile_and_recompute import CompiledOnAccelerators
-from engine.models.varlen_attention import document_bounds, takes_lengths
-from engine.process.private_apis import attention_kernel, known_masks
+from engine.models.packed_attention import call_on_tokens
 from engine.text.tokenize_and_pack import IGNORED
 from src.losses.cross_entropy import PLAIN, CrossEntropy, at_least_float32
 
@@ -45,13 +44,9 @@ def score_tokens(model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_
     """Run a language model on `input_ids`, and on `position_ids` and `documents` of packed rows.
 
     The head runs only if it is not linear."""
-    positions, documents = inputs.get("position_ids"), inputs.get("documents")
-    by_lengths = documents is not None and takes_lengths(attention_kernel(model.config))
-    options |= document_bounds(documents, inputs["input_ids"].shape[1]) if by_lengths else {}
     # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
-    arguments = {"input_ids": inputs["input_ids"], "position_ids": positions, "use_cache": False} | options
-    with known_masks(packed=positions is not None and not by_lengths):
-        output = model.base_model(**arguments) if plain_head else model(**arguments)
+    arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
+    output = call_on_tokens(model, arguments | options, inputs.get("documents"), headless=plain_head)
     hidden, head = (output.last_hidden_state, model.get_output_embeddings()) if plain_head else (output.logits, None)
     return Scored(hidden.flatten(0, 1), head, getattr(output, "router_logits", None) or ())
 

@@ -10,32 +10,23 @@ Tests: tests/src/tasks/test_causal_lm.py.
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from engine import task as base
-from engine.config.errors import UsageError, errors_of
-from engine.config.fields import AS_GIVEN, max_length_option, option
-from engine.config.paths import locate
+from engine.config.errors import UsageError
+from engine.config.fields import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import shapes_repeat
-from engine.models.config_and_tokenizer import (
-    check_fit,
-    load_config,
-    load_tokenizer,
-    tokenizer_fingerprint,
-    vocabulary_size,
-)
-from engine.models.model_checks import check_packing_and_choose_kernel, has_plain_lm_head
-from engine.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
-from engine.models.varlen_attention import takes_lengths, use_in
-from engine.process.private_apis import attention_kernel
+from engine.models.config_and_tokenizer import load_text_decoder
+from engine.models.model_checks import has_plain_lm_head
+from engine.models.packed_attention import PackedAttention
+from engine.models.router_loss import RouterLoss
 from engine.task import Batch
 from engine.text.encode_rows import Encoder
-from engine.text.tokenize_and_pack import IGNORED, document_lengths, pack, packed_positions, padded_length
+from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 
@@ -44,7 +35,10 @@ from src.losses.cross_entropy import CrossEntropy
 class Options(CrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = max_length_option("tokens per row; longer rows are truncated")
+    max_length: int | None = option(
+        "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
+        min=2,
+    )
     packing: bool = option("pack documents into full rows; attention never crosses documents", False)
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     router_aux_loss_coef: float | None = option(
@@ -70,29 +64,21 @@ class Options(CrossEntropy):
 
 
 class Task(base.Task):
-    attributes_from_weights: tuple[str, ...] = ("plain_head", "takes_lengths")
+    attributes_from_weights: tuple[str, ...] = ("plain_head", "packed_attention")
     can_shorten = True
 
     def load(self) -> None:
         o = self.options
-        self.tokenizer = cast(Any, load_tokenizer(self.cfg))
-        self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
-        self.config = load_config(self.cfg, self.tokenizer)
-        if getattr(self.config, "is_decoder", None) is False:
-            self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
-        self.max_length = check_fit(self.cfg, self.config, self.tokenizer, o.max_length)
-        self.vocab_size = vocabulary_size(self.cfg, self.config)
-        self.takes_lengths = o.packing and takes_lengths(self.cfg.attn_implementation or attention_kernel(self.config))
+        decoder = load_text_decoder(self.cfg, o.max_length, o.chat_template)
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length, self.vocab_size = decoder
+        if self.tokenizer is None and (o.chat_template or o.sample_prompt):
+            raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
+        self.packed_attention = PackedAttention(self.cfg, self.config) if o.packing else None
         # Packed rows are nearly full, so they can all be as wide: then compiled layers have few graphs.
         self.has_one_width = o.packing and self.cfg.compile and shapes_repeat(self.cfg)
         self.row_settings = (self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
         self.encoder = Encoder(self.tokenizer, *self.row_settings)
-        self.router_coefficient = router_coefficient(self.config, o.router_aux_loss_coef)
-        if self.tokenizer is None and (o.chat_template or o.sample_prompt):
-            raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
-        if o.chat_template:
-            with errors_of(f"chat_template: {o.chat_template} cannot be read"):
-                self.tokenizer.chat_template = Path(locate(o.chat_template)).read_text(encoding="utf-8")
+        self.router = RouterLoss(self.config, o.router_aux_loss_coef)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -110,7 +96,7 @@ class Task(base.Task):
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         rows = self.encoder.encode_batch(batch, locations)
-        return pack(self.max_length, rows) if self.options.packing else rows
+        return self.encoder.pack(rows) if self.options.packing else rows
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
@@ -118,17 +104,12 @@ class Task(base.Task):
         from transformers import AutoModelForCausalLM
 
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
-        if self.cfg.dtype == "float64" and experts_per_token(self.config):
-            model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
-        if empty and self.takes_lengths and not takes_lengths(attention_kernel(model.config)):
-            use_in(model)  # as rank 0 has chosen
         if not empty:
             self.plain_head = has_plain_lm_head(model, self.vocab_size)
-            if self.options.packing:
-                asked = self.cfg.attn_implementation
-                self.takes_lengths = check_packing_and_choose_kernel(model, self.vocab_size, asked)
-            if self.router_coefficient:
-                check_router(model, self.vocab_size)
+        if self.packed_attention:
+            self.packed_attention.choose_kernel(model, self.vocab_size, empty)
+        if self.router.coefficient and not empty:
+            self.router.check(model, self.vocab_size)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
@@ -136,45 +117,44 @@ class Task(base.Task):
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         if self.has_one_width and training:
             width = self.max_length
-        ids, targets, positions = (np.full((len(rows), width), value, np.int64) for value in (0, IGNORED, 0))
+        ids = np.zeros((len(rows), width), np.int64)
+        targets = np.full((len(rows), width), IGNORED, np.int64)
         for i, row in enumerate(rows):
             ids[i, : lengths[i]] = row["input_ids"]
             # The target of a token is the next token, so the weight counts predicted tokens, not input tokens.
             targets[i, : max(0, lengths[i] - 1)] = row.get("labels", row["input_ids"])[1:]
             if self.options.packing:
                 targets[i, np.cumsum(row["documents"]) - 1] = IGNORED  # the next token belongs to another document
-                positions[i] = packed_positions(row["documents"], width)
         # Padding is on the right, where causal attention never looks. So no attention mask is needed, and attention
-        # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
+        # uses its fast kernels.
         inputs = {"input_ids": ids, "targets": targets, "lengths": np.array(lengths)}
         inputs |= positions_of_targets(targets)
-        inputs |= {"position_ids": positions} if self.options.packing else {}
-        if self.takes_lengths:
-            inputs["documents"] = document_lengths([row["documents"] for row in rows], width)
+        if self.packed_attention:
+            inputs |= self.packed_attention.inputs([row["documents"] for row in rows], width)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
         return Batch(tensors, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         targets = inputs["targets"]
-        experts = {"output_router_logits": True} if self.router_coefficient else {}
+        experts = {"output_router_logits": True} if self.router.coefficient else {}
         scored = score_tokens(model, inputs, self.plain_head, **experts)
         chosen = inputs.get("target_positions")
         sums = sums_from_scored(scored, targets.flatten(), model.training, self.options, chosen)
-        if not self.router_coefficient:
+        if not self.router.coefficient:
             return sums
         is_real = torch.arange(targets.shape[1], device=targets.device) < inputs["lengths"][:, None]
-        balance = balance_losses(scored.router_logits, is_real, experts_per_token(model.config))
+        balance = self.router.by_row(scored.router_logits, is_real)
         aux_loss = (balance * (targets != IGNORED).sum(1)).sum()
-        return sums | {"loss": sums["loss"] + self.router_coefficient * aux_loss, "aux_loss": aux_loss.detach()}
+        return sums | {"loss": sums["loss"] + self.router.coefficient * aux_loss, "aux_loss": aux_loss.detach()}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.router_coefficient:
+        if self.router.coefficient:
             raise UsageError("losses of rows have no load-balancing loss of experts: give --router_aux_loss_coef 0")
         return row_losses(score_tokens(model, inputs, self.plain_head), inputs["targets"], self.options)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        cross_entropy = sums["loss"] - self.router_coefficient * sums.get("aux_loss", 0.0)
+        cross_entropy = sums["loss"] - self.router.coefficient * sums.get("aux_loss", 0.0)
         perplexity = math.exp(min(cross_entropy / weight, 700.0))
         numbers = {"perplexity": perplexity, "accuracy": sums["correct"] / weight}
         if "aux_loss" in sums:

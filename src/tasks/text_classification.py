@@ -4,20 +4,20 @@ A row is {"text": "…", "label": "spam"}. The label is a name, an integer or a 
 With --text_pair_column a row has a second text. Tests: tests/src/tasks/test_text_classification.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine import task as base
-from engine.config.fields import AS_GIVEN, max_length_option, option
+from engine.config.fields import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
-from engine.process.private_apis import known_masks
+from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
-from engine.text import labels as class_labels
-from engine.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
+from engine.text.labels import Labels, require_columns
+from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 from src.losses import cross_entropy
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.metrics import check_metrics, compute_metrics
@@ -27,7 +27,11 @@ from src.losses.metrics import check_metrics, compute_metrics
 class Options(cross_entropy.ClassCrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
-    max_length: int | None = max_length_option("tokens per row; longer texts are truncated")
+    max_length: int | None = option(
+        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)
@@ -54,7 +58,11 @@ class Options(cross_entropy.ClassCrossEntropy):
 class Task(base.Task):
     # Modules that a pretrained encoder lacks.
     new_head = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
-    labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+
+    @property
+    def labels(self) -> Any:
+        """The names of the classes in the order of their ids; None until the data or the model gives them."""
+        return self.classes.names
 
     def load(self) -> None:
         o = self.options
@@ -67,10 +75,11 @@ class Task(base.Task):
         has_types = "token_type_ids" in self.tokenizer.model_input_names
         if has_types and o.text_pair_column and getattr(self.config, "type_vocab_size", 0) > 1:
             self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
+        self.classes = Labels(o.label_column)
         if o.regression:
-            self.labels = ["value"]  # the name of the only output
+            self.classes = Labels(o.label_column, ["value"])  # the name of the only output
         elif self.cfg.model_name_or_path:
-            self.labels = class_labels.labels_of_model(self.config)
+            self.classes = self.classes.of_model(self.config)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -81,35 +90,23 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
-        column = self.options.label_column
-        needed = list(dict.fromkeys([*self.text_columns, column]))
-        class_labels.require_columns(examples, needed, split, "--text_column or --label_column")
-        class_labels.require_one_label(examples, column, split)
-        label: Any = Value("float64")
-        if not self.options.regression:
-            self.class_names = getattr(examples.features[column], "names", None)  # of a ClassLabel
-            if self.labels is None:
-                values = examples.unique(column)
-                self.labels = class_labels.labels_of_data(self.cfg, values, self.class_names, column, split)
-            label = ClassLabel(names=self.labels)
+        needed = list(dict.fromkeys([*self.text_columns, self.options.label_column]))
+        require_columns(examples, needed, split, "--text_column or --label_column")
+        self.classes = self.classes.find(self.cfg, examples, split)
+        label = Value("float64") if self.options.regression else ClassLabel(names=self.labels)
         features: dict[str, Any] = {name: List(Value("int32")) for name in self.token_columns}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
         return needed, Features(features | {"label": label})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        texts, column = [batch[name] for name in self.text_columns], self.options.label_column
-        for name, values in zip(self.text_columns, texts, strict=True):
-            require_text(values, name, locations)
-        if self.options.regression:
-            labels = class_labels.finite_numbers(batch[column], column, locations)
-        else:
-            labels = class_labels.label_ids(batch[column], self.labels, self.class_names, column, locations)
-        encoded, counts = tokenize_truncated(self.tokenizer, texts, self.max_length)
+        read = self.classes.numbers if self.options.regression else self.classes.ids
+        labels = read(batch[self.options.label_column], locations)
+        encoded, counts = tokenize_columns(self.tokenizer, batch, self.text_columns, self.max_length, locations)
         columns = {name: encoded[name] for name in self.token_columns}
         return columns | counts | {"label": labels, "targets": [1] * len(labels)}
 
     def on_prepared(self, features) -> None:
-        self.labels = self.labels or features["label"].names
+        self.classes = replace(self.classes, names=self.labels or features["label"].names)
 
     def on_train_data(self, train_set) -> None:
         self.options.set_classes(self.labels, train_set, "label")
@@ -119,7 +116,7 @@ class Task(base.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        class_labels.set_labels(self.config, self.labels)
+        self.classes.write_to(self.config)
         if self.options.regression:
             self.config.problem_type = "regression"
         return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, self.new_head, empty)
@@ -159,8 +156,7 @@ class Task(base.Task):
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         arguments = {name: value for name, value in inputs.items() if name != "labels"}
-        with known_masks(packed=False):
-            return model(**arguments).logits
+        return call_on_tokens(model, arguments).logits
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Options(causal_lm.Options):
 class Task(TaughtTask):
     def load(self) -> None:
         super().load()
-        if self.router_coefficient:
+        if self.router.coefficient:
             raise UsageError("distillation has no load-balancing loss of experts: give --router_aux_loss_coef 0")
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

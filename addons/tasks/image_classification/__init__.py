@@ -4,7 +4,7 @@ A row is {"image": …, "label": "cat"}; the image is an Image column of `datase
 Tests: tests/addons/tasks/test_image_classification.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,7 @@ from engine.config.fields import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_config
 from engine.task import Batch
-from engine.text.labels import (
-    label_ids,
-    labels_of_data,
-    labels_of_model,
-    require_columns,
-    require_one_label,
-    set_labels,
-)
+from engine.text.labels import Labels, labels_of_model, require_columns
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
 from src.losses.metrics import check_metrics, compute_metrics
@@ -70,15 +63,20 @@ class Task(base.Task):
     new_head = NEW_HEAD
     unit = "images"
     decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
-    labels: Any = None  # names in the order of their ids; None until the data or the model gives them
     are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
+
+    @property
+    def labels(self) -> Any:
+        """The names of the classes in the order of their ids; None until the data or the model gives them."""
+        return self.classes.names
 
     def load(self) -> None:
         self.config = load_config(self.cfg, None)
         self.image_processor = read_image_processor(self.cfg, self.config, self.options)
         self.metric_names = check_metrics(self.options.metrics, self.cfg.trust_remote_code)
+        self.classes = Labels(self.options.label_column)
         if self.cfg.model_name_or_path:
-            self.labels = labels_of_model(self.config, HEAD)
+            self.classes = self.classes.of_model(self.config, HEAD)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -90,15 +88,14 @@ class Task(base.Task):
 
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
-        require_one_label(examples, needed[1], split)
-        self.class_names: Any = getattr(examples.features[needed[1]], "names", None)
+        self.classes = self.classes.inspect(examples, split)
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
-            if self.labels is None or not is_stream or self.class_names is not None:
+            if self.labels is None or not is_stream or self.classes.names_of_column is not None:
                 values = examples.unique(needed[1])
-                labels = labels_of_data(self.cfg, values, self.class_names, needed[1], split)
+                labels = self.classes.of_data(self.cfg, values, split)
                 if not set(labels) <= set(self.labels or ()):  # other classes than those of the pretrained model
-                    self.labels = labels
+                    self.classes = replace(self.classes, names=labels)
         features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
@@ -106,12 +103,13 @@ class Task(base.Task):
         column, label_column = self.options.image_column, self.options.label_column
         channels = self.image_processor.channels
         images = [read_image(v, column, channels, locations[i])[0] for i, v in enumerate(batch[column])]
-        ids = label_ids(batch[label_column], self.labels, self.class_names, label_column, locations)
+        ids = self.classes.ids(batch[label_column], locations)
         ones = [1] * len(ids)  # all inputs have one size, so the length of a row is one image
         return {"image": images, "label": ids, "length": ones, "targets": ones, "cut": [0] * len(ids)}
 
     def on_prepared(self, features) -> None:
-        self.labels, self.are_of_data = features["label"].names, True
+        self.classes = replace(self.classes, names=features["label"].names)
+        self.are_of_data = True
 
     def on_train_data(self, train_set) -> None:
         self.options.set_classes(self.labels, train_set, "label")
@@ -124,7 +122,7 @@ class Task(base.Task):
         of_model = labels_of_model(self.config, HEAD) if self.cfg.model_name_or_path else None
         if of_model and of_model != self.labels:
             warn(f"the {len(of_model)} classes of the model are replaced by the {len(self.labels)} classes of the data")
-        set_labels(self.config, self.labels)
+        self.classes.write_to(self.config)
         return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:

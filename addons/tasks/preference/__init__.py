@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
-from engine.config.fields import AS_GIVEN, max_length_option, option
+from engine.config.fields import AS_GIVEN, option
 from engine.task import Batch
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import Scored
@@ -26,7 +26,10 @@ from src.losses.chunked_cross_entropy import Scored
 
 @dataclass
 class Options:
-    max_length: int | None = max_length_option("tokens of prompt and completion; longer ones are truncated")
+    max_length: int | None = option(
+        "tokens of prompt and completion; longer ones are truncated (default: the model's limit, at most 1024)",
+        min=2,
+    )
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True)
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.config.errors import UsageError
-from src.tasks import causal_lm
+from engine.models import router_loss
 from tests.helpers import kit
 
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
@@ -61,19 +61,19 @@ def test_weights_do_not_depend_on_the_split(folder, tmp_path, monkeypatch):
     (first,), (second,) = one.kind("eval"), two.kind("eval")
     assert first["aux_loss"] == pytest.approx(second["aux_loss"], rel=1e-6)
     assert np.log(first["perplexity"]) == pytest.approx(first["loss"] - 0.2 * first["aux_loss"], rel=1e-9)
-    balance = causal_lm.balance_losses
+    balance = router_loss.balance_losses
 
     def mutant(logits, is_real, top_k):
         """As transformers: the mean routing of all tokens of a micro-batch, padding included."""
         return balance(logits, torch.ones(1, is_real.numel()), top_k).expand(len(is_real))
 
-    monkeypatch.setattr(causal_lm, "balance_losses", mutant)
+    monkeypatch.setattr(router_loss, "balance_losses", mutant)
     other = kit.run_training(2, tmp_path / "mutant", *small)
     assert kit.distance(one.weights, other.weights) > 1e-4
     assert other.kind("eval")[0]["aux_loss"] != pytest.approx(first["aux_loss"], rel=1e-3)
 
 
 def test_coefficient_is_the_models_or_the_users(folder):
-    assert open_model(folder, "mixtral", router_aux_loss_coef=0)[0].router_coefficient == 0
+    assert open_model(folder, "mixtral", router_aux_loss_coef=0)[0].router.coefficient == 0
     with pytest.raises(UsageError, match=r"LlamaForCausalLM.*--router_aux_loss_coef 0"):
         open_model(folder, "dense", router_aux_loss_coef=0.1)

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from engine.config.errors import UsageError
-from engine.models import model_checks
+from engine.models import model_checks, packed_attention
 from engine.models import varlen_attention as varlen
 from engine.models.model_checks import check_packing
 from engine.models.varlen_attention import (
@@ -38,7 +38,6 @@ from engine.models.varlen_attention import (
 )
 from engine.process.private_apis import attention_kernel
 from src.losses import chunked_cross_entropy
-from src.tasks import causal_lm
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -249,7 +248,7 @@ def test_small_leaks_are_found_in_16_bits_too(folder, monkeypatch):
     for change, kernel in ((lambda model: model, "varlen"), (swallow_lengths, "sdpa")):
         task, _ = open_data(folder, model="gemma.yaml", dtype="bfloat16", packing=True)
         monkeypatch.setattr(varlen, "use_in", lambda model, change=change: change(use_in(model)))
-        assert (attention_kernel(task.build().config), task.takes_lengths) == (kernel, kernel == "varlen")
+        assert (attention_kernel(task.build().config), task.packed_attention.by_lengths) == (kernel, kernel == "varlen")
 
 
 def test_rounding_of_another_row_is_no_leak(folder):
@@ -282,10 +281,10 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
     assert not is_default_for(task.build())  # there is no GPU
     monkeypatch.setattr(varlen, "is_default_for", fits_flash_kernel)
     model = task.build()
-    assert (attention_kernel(model.config), task.takes_lengths) == (kernel, kernel == "varlen")
+    assert (attention_kernel(model.config), task.packed_attention.by_lengths) == (kernel, kernel == "varlen")
     if kernel == "varlen":
         other, _ = open_data(folder, model="default.yaml", packing=True)  # of another rank, as FSDP2 builds it
-        other.takes_lengths = task.takes_lengths
+        other.packed_attention = task.packed_attention
         assert attention_kernel(other.build(empty=True).config) == "varlen"
         assert packed_and_alone(folder, "default.yaml", None, True) <= 1e-6
 
@@ -293,11 +292,11 @@ def test_packed_rows_on_a_gpu_have_attention_by_lengths_if_the_model_can(folder,
 def test_ranks_with_an_empty_model_keep_the_kernel_of_its_configuration(folder, monkeypatch):
     """A configuration may name a flash kernel, which takes lengths, too: rank 0 has it, so all have it."""
     AttentionInterface.register("fast", varlen_attention)  # transformers builds no model with `flash` without a GPU
-    monkeypatch.setattr(causal_lm, "takes_lengths", lambda kernel: kernel == "fast")
+    monkeypatch.setattr(packed_attention, "takes_lengths", lambda kernel: kernel == "fast")
     sizes = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     kit.write_yaml(folder / "fast.yaml", sizes | LLAMA | {"attn_implementation": "fast"})
     task, _ = open_data(folder, model="fast.yaml", packing=True)
-    assert task.takes_lengths
+    assert task.packed_attention.by_lengths
     assert attention_kernel(task.build(empty=True).config) == "fast"
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
 from engine.config.schema import RunConfig
-from engine.text import labels as class_labels
+from engine.text.labels import Labels
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -112,7 +112,7 @@ def test_class_labels_keep_the_order_of_their_names(folder):
 @pytest.mark.parametrize("values", [[1.5, 2.5], [b"a", b"b"], [-100, 1]])
 def test_values_that_are_no_labels_are_refused(values):
     with pytest.raises(UsageError, match="train data: `label` holds "):
-        class_labels.labels_of_data(RunConfig(), values, None, "label", "train")
+        Labels("label").of_data(RunConfig(), values, "train")
 
 
 @pytest.mark.parametrize("regression", [False, True])
@@ -127,9 +127,9 @@ def test_several_labels_for_one_row_are_refused(folder, label, regression):
 def test_a_list_that_the_type_of_the_column_does_not_show_is_refused():
     for values in ([[0, 2]], [0, [2]]):
         with pytest.raises(UsageError, match="train data: `label` holds lists"):
-            class_labels.labels_of_data(RunConfig(), values, None, "label", "train")
+            Labels("label").of_data(RunConfig(), values, "train")
         with pytest.raises(UsageError, match="line 7: `label` holds lists"):
-            class_labels.label_ids(values, ["0", "1", "2"], None, "label", ["line 7"] * 2)
+            Labels("label", ["0", "1", "2"]).ids(values, ["line 7"] * 2)
 
 
 def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):
@@ -144,10 +144,10 @@ def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, 
     with pytest.raises(UsageError, match="has the classes red, green, blue, but the data blue, green, red"):
         init_weights(cfg, task)
     task.tokenizer.save_pretrained(tmp_path)
-    task.labels = ["ham", "spam", "news"]  # another task: its head begins with these weights
+    task.classes = Labels("label", ["ham", "spam", "news"])  # another task: its head begins with these weights
     assert init_weights(cfg, task) == tmp_path
     assert "has the classes red, green, blue, but the data ham, spam, news" in capsys.readouterr().err
-    task.labels = LABELS[::-1]
+    task.classes = Labels("label", LABELS[::-1])
     assert init_weights(cfg, task) == tmp_path
     assert capsys.readouterr().err == ""
 
