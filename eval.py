@@ -3,39 +3,33 @@
 The loss equals the one that train.py reported, to the last digit, on any number of processes.
 """
 
-import json
-import os
 from pathlib import Path
 
 from engine import startup
 
 if __name__ == "__main__":
-    startup.begin()  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
+    startup.begin()  # before the slow imports: checks the installation, answers --help and --schema, ends at Ctrl-C
 
 # isort: split
 from engine.checkpointing import locate_weights
-from engine.config import help_text, parsing, validation
-from engine.config.errors import UsageError, writes_to
+from engine.config import parsing, validation
+from engine.config.errors import UsageError
 from engine.data.dataset import check_same_data, prepare_datasets
 from engine.distributed.backends import Backend, make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.process import run_status
-from engine.process.console import exact, table
+from engine.loop.run_record import write_evaluation
+from engine.process.console import table
 from engine.process.exit_codes import run_main
-from engine.storage import atomic_folder
-from engine.storage.jsonl import strict_json
 from engine.task_registry import OPTIONS, make_task
+from src.fields import RunConfig
 from src.training.environment import topology
 from src.training.evaluation import evaluate
 from src.training.training_model import choose_kernels
 
 
 def main(argv: list[str]) -> None:
-    help_text.show_schema(argv, OPTIONS)
-    argv, base, step = locate_weights.evaluation_args(
-        or_newest_run(argv)
-    )  # base: the checkpoint's config, which flags override
+    argv, base, step = locate_weights.evaluation_args(argv)  # base: the checkpoint's config, which flags override
     cfg, options = parsing.parse(argv, OPTIONS, base)
     validation.check(cfg, options, training=False)
     check_environment()
@@ -52,20 +46,6 @@ def main(argv: list[str]) -> None:
     shutdown(accelerator)
 
 
-def or_newest_run(argv: list[str]) -> list[str]:
-    """Return `argv`; add the newest run in runs/ as --checkpoint if `argv` names neither checkpoint nor model."""
-    chosen = parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "schema"}
-    if chosen:
-        return argv
-    if argv and not argv[0].startswith("--"):
-        raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
-    if (newest := run_status.newest_run(Path("runs"))) is None:
-        raise UsageError("checkpoint: there is no run in runs/ yet: train one first, or give --checkpoint FOLDER")
-    if os.environ.get("RANK", "0") == "0":
-        print(f"No checkpoint or model is given: evaluating the newest run, {newest}", flush=True)
-    return ["--checkpoint", str(newest), *argv]
-
-
 def same_weights(accelerator, name: str | None) -> None:
     """Raise UsageError on all ranks if they found different weights, because a running training saved meanwhile."""
     from accelerate.utils import gather_object
@@ -74,20 +54,15 @@ def same_weights(accelerator, name: str | None) -> None:
         raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
 
 
-def score(cfg: parsing.RunConfig, task, split, backend: Backend, step: int | None, weights: str | None) -> None:
+def score(cfg: RunConfig, task, split, backend: Backend, step: int | None, weights: str | None) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json. `weights`: as of `Task.build`."""
     accelerator = backend.accelerator
     choose_kernels(cfg, task, split, accelerator.device)
     module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
-    values = strict_json({"kind": "eval", "step": step} | evaluate(backend, module, task, split, cfg))
+    metrics = evaluate(backend, module, task, split, cfg)
     if accelerator.is_main_process:
         print(table(topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
-        print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
-        folder = Path(cfg.output_dir)
-        with writes_to(folder, "output_dir"):
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_folder.rewrite(folder / "eval.json", json.dumps(values, allow_nan=False) + "\n")
-        print(f"\nwritten to {(folder / 'eval.json').resolve()}")
+        write_evaluation(Path(cfg.output_dir), step, metrics)
     accelerator.wait_for_everyone()
 
 

@@ -4,11 +4,10 @@ Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_ra
 """
 
 from engine import startup
-from engine.data import seeding
-from engine.distributed import replica_check
 
 if __name__ == "__main__":
-    startup.begin(is_training=True)  # before the slow imports: checks the installation, answers --help, ends at Ctrl-C
+    # Before the slow imports: checks the installation, answers --help and --schema, ends at Ctrl-C.
+    startup.begin(is_training=True)
 
 # isort: split
 from functools import partial
@@ -16,15 +15,17 @@ from functools import partial
 import torch
 
 from engine.checkpointing import checkpointer, resume, run_identity
-from engine.config import help_text, parsing, validation
-from engine.data import data_loader, dataset
-from engine.distributed import backends, stop_signals
+from engine.config import parsing, validation
+from engine.data import data_loader, dataset, seeding
+from engine.distributed import backends, replica_check, stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.loop.step_totals import StepLosses, StepTotals
 from engine.loop.techniques import make_techniques
 from engine.loop.train_state import Intervals, Run
 from engine.process.exit_codes import run_main
-from engine.task_registry import OPTIONS, Task, make_task
+from engine.task import Task
+from engine.task_registry import OPTIONS, make_task
+from src.fields import RunConfig
 from src.training import evaluation, optimizers, schedules, training_model
 from src.training.run_logger import RunLogger
 from src.training.run_plan import print_plan
@@ -32,12 +33,10 @@ from src.training.run_plan import print_plan
 
 def main(argv: list[str]) -> None:
     stop_signals.exit_on_signal()
-    help_text.show_schema(argv, OPTIONS)
     argv = parsing.with_default_config(argv)
     cfg, task_options = parsing.parse(argv, OPTIONS)
-    if not parsing.gives_folder(argv):
-        cfg = run_identity.choose_folder(cfg, task_options, schedules.has_same_rates)  # new for another configuration
-    cfg = run_identity.replace_auto(cfg)  # in run files that once chose the micro-batch by the memory
+    # The run folder: a new one for another configuration, unless a flag or the run file names it.
+    cfg = run_identity.choose_folder(argv, cfg, task_options, schedules.has_same_rates)
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> None:
     shutdown(accelerator)  # now nothing may refer to the model: torch could deadlock when it frees DDP later
 
 
-def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
+def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
@@ -132,7 +131,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     logger.finish(checkpoints.summary(), checkpoints.sample(), checkpoints.outcome())
 
 
-def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals: StepTotals) -> StepLosses:
+def compute_gradient(backend, module: torch.nn.Module, batch: data_loader.StepBatch, totals: StepTotals) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
     A loss that is not finite on one rank makes the gradient of every rank non-finite. Nothing here waits for the

@@ -193,7 +193,7 @@ def train_ours(case: Case, folder: Path) -> None:
     class Timed(train.RunLogger):
         def add_step(self, *values):
             super().add_step(*values)
-            clock.step_done(self.state.step)
+            clock.step_done(self.run.state.step)
 
     train.RunLogger = Timed
     train.main([str(word) for name, value in ours_flags(case, folder).items() for word in (f"--{name}", value)])

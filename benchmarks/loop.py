@@ -81,6 +81,8 @@ class Interleaved(train.RunLogger):
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
             model = torch.nn.parallel.DistributedDataParallel(model, **options)
         self.plain = Plain(model, LOSSES[self.loss], run.cfg.learning_rate, run.cfg.max_steps, ranks)
+        self.write, self.record.write = self.record.write, self._keep_loss
+        self.record.say = lambda text: None  # only the table of results is shown
         self.ready = steps_in_memory(run.cfg, run.task, run.datasets["train"], self.accelerator)
         self.steps, self.mark = 0, self.clock()
 
@@ -101,12 +103,9 @@ class Interleaved(train.RunLogger):
         self.accelerator.wait_for_everyone()
         self.mark = self.clock()
 
-    def _line(self, kind, values):
-        super()._line(kind, values)
+    def _keep_loss(self, kind, values):
+        self.write(kind, values)
         self.losses["ours"].append(values["loss"])
-
-    def say(self, text):
-        """Print nothing, so that only the table of results is shown."""
 
 
 def measure(case: str, loss: str, folder: Path, clock) -> dict:

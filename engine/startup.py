@@ -1,4 +1,4 @@
-"""What a program does before slow imports: check Python and its packages, show --help. Importing this does none of it.
+"""What a program does before slow imports: check Python and its packages, show --help or --schema. Importing this does none of it.
 
 `python engine/startup.py` checks the version only.
 
@@ -38,7 +38,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
 
 
 def begin(is_training=False, has_help=True):
-    """Begin a program: exit if the installation cannot run it, end at Ctrl-C, show --help. Call it before slow imports."""
+    """Begin a program: exit if the installation cannot run it, end at Ctrl-C, show --help or --schema. Call it first."""
     _check_installation()
     import signal
 
@@ -56,6 +56,11 @@ def begin(is_training=False, has_help=True):
         from engine.config.help_text import show_help
 
         show_help(sys.argv)
+    if has_help and "--schema" in sys.argv:
+        from engine.config.help_text import show_schema
+        from engine.task_registry import OPTIONS
+
+        show_schema(OPTIONS)
 
 
 def _check_installation():

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from engine.config.addons import used_addons
-from engine.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -45,8 +44,8 @@ class Task:
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
 
-    def __init__(self, cfg: RunConfig, options: Any):
-        self.cfg, self.options = cfg, options
+    def __init__(self, cfg: Any, options: Any):
+        self.cfg, self.options = cfg, options  # RunConfig of src/fields.py, Options of the task
 
     def load(self) -> None:
         """Read what rows and model need (tokenizer, configuration). Raise UsageError if it does not fit together."""

@@ -6,7 +6,7 @@ Tests: tests/addons/schedules/test_schedules.py, tests/addons/techniques/test_cy
 from collections.abc import Callable
 
 from addons.schedules._cosine import check_share, cosine_between
-from engine.config.schema import RunConfig
+from src.fields import RunConfig
 from src.training.schedules import warmup_updates
 
 RISE = 0.25  # share in which the rate rises

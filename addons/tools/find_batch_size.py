@@ -26,6 +26,7 @@ from engine.loop.techniques import make_techniques
 from engine.process import exit_codes
 from engine.process.exit_codes import run_main
 from engine.task_registry import OPTIONS, Task, make_task
+from src.fields import RunConfig
 from src.training import optimizers
 from src.training.training_model import build_model
 
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
     shutdown(accelerator)  # now nothing may refer to the model
 
 
-def find(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
+def find(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     """Try sizes on all ranks, and print the line for the run file on one."""
     dataset.check_same_data(datasets)
     backend = backends.make_backend(accelerator, cfg)
@@ -61,7 +62,7 @@ def find(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> Non
         print(f"per_device_batch_size: {size}")
 
 
-def check_searchable(backend: backends.Backend, cfg: parsing.RunConfig, train_set: Split) -> None:
+def check_searchable(backend: backends.Backend, cfg: RunConfig, train_set: Split) -> None:
     """Raise UsageError where running out of memory would end or hang a process, or the longest rows are not known."""
     if backend.accelerator.device.type == "cpu":
         raise UsageError(

@@ -18,10 +18,10 @@ from engine.config.paths import path_of_flag
 from engine.data.batch_plan import PlanConfig, hash_ids, plan
 from engine.data.data_loader import plan_config
 from engine.data.dataset import prepare_datasets
+from engine.loop.ledger import LEDGER, OF_CORE, hash_text
 from engine.process.exit_codes import run_main
 from engine.storage import jsonl
 from engine.task_registry import OPTIONS, make_task
-from src.training.run_logger import LEDGER, OF_CORE, hash_text
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:

@@ -17,9 +17,11 @@ from engine.config.add_on import AddOn, overrides
 from engine.config.addons import config_type
 from engine.config.errors import UsageError, warn
 from engine.config.fields import Source, declared_options, is_from_checkpoint
+from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.schema import RunConfig
 from engine.models.config_and_tokenizer import refuse_adapter
+from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
 from engine.task_registry import OPTIONS
@@ -90,14 +92,15 @@ def warn_of_precision(cfg: RunConfig, precision: str) -> None:
 def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
     """Return (flags without --checkpoint, values from the checkpoint's configuration, step of its weights).
 
+    Without a flag that names a checkpoint, run file or model, it is the newest run in runs/.
     A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
     take only what `is_from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")
-    parsed, argv = parser.parse_known_args(argv)
+    parsed, argv = parser.parse_known_args(_or_newest_run(argv))
     if (name := parsed.checkpoint) is None:
         return argv, None, None
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    given = flag_names(argv)
     if both := given & {"model_name_or_path", "model_config"}:
         raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
     name = path_of_flag(name, "--checkpoint")
@@ -114,6 +117,20 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
         )
     values = _without_replaced_data(_values_to_take(config, given), given)
     return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
+
+
+def _or_newest_run(argv: list[str]) -> list[str]:
+    """Return `argv`; add the newest run in runs/ as --checkpoint if it names no checkpoint, run file or model."""
+    if flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config"}:
+        return argv
+    if argv and not argv[0].startswith("--"):
+        raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
+    newest = newest_run(Path("runs"))
+    if newest is None:
+        raise UsageError("checkpoint: there is no run in runs/ yet: train one first, or give --checkpoint FOLDER")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"No checkpoint or model is given: evaluating the newest run, {newest}", flush=True)
+    return ["--checkpoint", str(newest), *argv]
 
 
 def _values_to_take(config: dict, given: set[str]) -> dict:

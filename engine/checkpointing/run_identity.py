@@ -15,7 +15,7 @@ import yaml
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.addons import config_type, follows_evaluations
 from engine.config.errors import UsageError
-from engine.config.parsing import to_yaml
+from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
 from engine.config.schema import RunConfig, changeable_fields
 from engine.models.config_and_tokenizer import pretrained_source
@@ -26,7 +26,7 @@ DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics
 SILENT = ("output_dir", "resume", "dry_run")
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
-SameRates = Callable[[RunConfig, RunConfig, int, dict], bool]
+SameRates = Callable[[Any, Any, int, dict], bool]
 NAMES_OF_DATA = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split", "train_file", "mixture"}
 
 
@@ -68,10 +68,17 @@ def check_same_run(
     return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
 
 
-def choose_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
+def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates: SameRates) -> Any:
     """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
 
-    Only fields are compared; `check_same_run` compares the contents of data and model, too."""
+    The folder is unchanged if `argv` or the run file names it. Only fields are compared; `check_same_run` compares the
+    contents of data and model, too. A micro-batch of `auto` becomes the number in the checkpoint that the folder holds."""
+    if not gives_folder(argv):
+        cfg = _with_free_folder(cfg, options, has_same_rates)
+    return replace_auto(cfg)
+
+
+def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
     first = ""
     for number in count(1) if cfg.resume == "auto" else ():
         folder = cfg.output_dir + f"_{number}" * (number > 1)

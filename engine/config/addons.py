@@ -19,7 +19,7 @@ from engine.config.add_on import AddOn, check_names, overrides
 from engine.config.errors import UsageError
 from engine.config.fields import declared_options
 from engine.config.paths import REPOSITORY, SCHEMA_FILE
-from engine.config.schema import RunConfig
+from engine.config.schema import RunConfig, config_class
 
 ADDONS = REPOSITORY / "addons"
 
@@ -76,20 +76,20 @@ def addon_class(module: ModuleType) -> type[AddOn]:
 
 def config_type(names: Iterable[str]) -> type[RunConfig]:
     """Return RunConfig with the fields of the add-ons that declare one of `names`."""
-    names = set(names) - {field.name for field in dataclasses.fields(RunConfig)}
+    names = set(names) - {field.name for field in dataclasses.fields(config_class())}
     if not names:
-        return RunConfig
+        return config_class()
     return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each).keys()))
 
 
 @cache
 def _extended(addons: tuple[type[AddOn], ...]) -> type[RunConfig]:
     if not addons:
-        return RunConfig
+        return config_class()
     fields = [(field.name, field.type, copy(field)) for each in addons for field in dataclasses.fields(each)]
     # The type is made at run time, so pickle cannot find it by its name.
     namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
-    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), namespace=namespace, frozen=True)
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(config_class(),), namespace=namespace, frozen=True)
 
 
 def run_config(**values: Any) -> RunConfig:

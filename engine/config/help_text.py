@@ -43,11 +43,17 @@ def show_help(argv: list[str]) -> None:
     sys.exit(0)
 
 
-def show_schema(argv: list[str], tasks: Mapping[str, Callable[[], type]]) -> None:
-    """With --schema, print the JSON schema of the run file and exit."""
-    if "--schema" in argv:
-        print(json.dumps(run_file_schema(tasks), indent=1, ensure_ascii=False))
-        sys.exit(0)
+def show_schema(tasks: Mapping[str, Callable[[], type]]) -> None:
+    """Print the JSON schema of the run file and exit."""
+    from engine.config.errors import UsageError
+
+    try:
+        schema = run_file_schema(tasks)
+    except UsageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    print(json.dumps(schema, indent=1, ensure_ascii=False))
+    sys.exit(0)
 
 
 def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
@@ -105,10 +111,13 @@ def _help(field: dict[str, Any]) -> str:
 def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
     from engine.config.addons import addons_with_fields
-    from engine.config.fields import json_schema
-    from engine.config.schema import RunConfig
+    from engine.config.fields import declared_options, json_schema
+    from engine.config.schema import RunConfig, config_class
 
-    properties = json_schema(RunConfig)
+    properties = json_schema(config_class())
+    own = [name for name in properties if name not in declared_options(RunConfig)]
+    if own:  # they come last
+        properties[own[0]].setdefault("x-group", "your fields")
     for addon in addons_with_fields():
         path = addon.__module__.replace(".", "/")
         properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon).items()}

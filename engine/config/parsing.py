@@ -17,10 +17,10 @@ from engine.config.errors import UsageError, did_you_mean, list_errors, warn
 from engine.config.fields import declared_options, field_types, read_value, read_words
 from engine.config.paths import locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
-from engine.config.schema import RunConfig
+from engine.config.schema import RunConfig, config_class
 
 SAMPLE = "configs/stdlib_lm.yaml"
-CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from", "schema"}
+CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
 NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
 DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
@@ -99,8 +99,8 @@ def gives_folder(argv: list[str]) -> bool:
     return "output_dir" in given and given["output_dir"].value not in NOTHING
 
 
-def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[RunConfig, Any]:
-    """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
+def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any, Any]:
+    """Parse flags and the run file of --config into (RunConfig, task options); both override the values in `base`.
 
     Raise one UsageError that lists all unknown names, wrong types and values out of range. engine/config/validation.py
     checks the rules between fields."""
@@ -204,7 +204,7 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
 def _warn_of_lists_given_twice(argv: list[str]) -> None:
     names = [word[2:].partition("=")[0].replace("-", "_") for word in argv if re.match(r"--[A-Za-z]", word)]
     for name in dict.fromkeys(names):
-        if names.count(name) > 1 and get_origin(field_types(RunConfig).get(name)) is list:
+        if names.count(name) > 1 and get_origin(field_types(config_class()).get(name)) is list:
             warn(
                 f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
             )

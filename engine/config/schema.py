@@ -1,14 +1,18 @@
 """The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
-Add your own fields here, then run `make schema`, which writes configs/schema.json; no other file has to change.
-Tests: tests/engine/config/test_config.py, tests/engine/checkpointing/test_run_identity.py.
+The fields of a copy are in src/fields.py: `config_class` finds them as tasks are found, by their place.
+Tests: tests/engine/config/test_config.py, tests/engine/checkpointing/test_run_identity.py, tests/src/test_fields.py.
 """
 
+import dataclasses
+import inspect
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import ClassVar
 
 from engine.config.add_on import AddOn
+from engine.config.errors import UsageError
 from engine.config.fields import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
@@ -271,6 +275,24 @@ class RunConfig:
     dataloader_timeout: int = changeable(
         "seconds a dataloader worker may take for one micro-batch", 600, min=1, is_rare=True
     )
+
+
+@cache
+def config_class() -> type[RunConfig]:
+    """Return RunConfig of src/fields.py, which has the copy's own fields, or RunConfig above if there is no such file.
+
+    Raise UsageError for a field that is not declared by `option`."""
+    file = "src/fields.py"
+    if not (REPOSITORY / file).exists():
+        return RunConfig
+    own = getattr(import_module("src.fields"), "RunConfig", None)
+    if not (isinstance(own, type) and issubclass(own, RunConfig)):
+        raise UsageError(f"{file}: it has no class RunConfig(schema.RunConfig): restore it, or remove the file")
+    declared = {field.name for field in dataclasses.fields(own) if "option" in field.metadata}
+    for name in inspect.get_annotations(own):
+        if name not in declared:
+            raise UsageError(f"{file}: {name} has no option: write it as {name}: TYPE = option(HELP, DEFAULT)")
+    return own
 
 
 def changeable_fields(*kinds: type) -> set[str]:

@@ -220,7 +220,7 @@ class Intervals:
 class Run:
     """What a run consists of. Every rank has one."""
 
-    cfg: RunConfig
+    cfg: Any  # RunConfig of src/fields.py
     backend: Backend
     task: Task
     datasets: dict[str, Any]

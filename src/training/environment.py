@@ -1,55 +1,29 @@
-"""environment.json: versions, git commit, topology, batch arithmetic.
+"""environment.json: versions, topology, batch arithmetic.
 
 Record more about a run here. Tests: tests/src/training/test_run_logger.py.
 """
 
-import json
 import platform
-import subprocess
-import sys
-import time
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
-from engine.config.paths import REPOSITORY
-from engine.config.redact import redact_all
-from engine.config.schema import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.init_accelerator import num_nodes
-from engine.storage import atomic_folder, hub, jsonl
+from engine.loop.train_state import Run
+from src.fields import RunConfig
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
-def write_environment(folder: Path, backend: Backend, cfg: RunConfig, unit: str, step: int) -> None:
-    """Write environment.json, with a list of all starts of this run."""
-    starts = jsonl.read_json(folder / "environment.json").get("starts", []) if step else []
-    # git tracks train.py, or it has found another repository in a parent folder.
-    commit = _git("rev-parse", "HEAD").strip() if _git("ls-files", "train.py") else ""
-    values = {
+def environment(run: Run) -> dict:
+    """Return the values of environment.json; the engine adds the git commit, the command and the starts of the run."""
+    return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: metadata.version(name) for name in PACKAGES},
-        "git_commit": commit or None,
-        "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
-        "command": redact_all(sys.argv),
-        "fetched": redact_all(hub.records),
-        **topology(backend, cfg),
-        "unit": unit,
-        "starts": [*starts, {"step": step, "world_size": backend.accelerator.num_processes, "time": time.time()}],
-    }
-    atomic_folder.rewrite(folder / "environment.json", json.dumps(values, indent=1))
-
-
-def _git(*words: str) -> str:
-    """Return the output of a git command in this repository, or an empty text if it fails."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]  # fsmonitor would run a program
-    try:
-        return subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=True, timeout=60, text=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+        "unit": run.task.unit,
+    } | topology(run.backend, run.cfg)
 
 
 def topology(backend: Backend, cfg: RunConfig, training: bool = True) -> dict:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
 from engine.data.batch_plan import MicroBatch, evaluation_order
 from engine.data.data_loader import read_batches
 from engine.data.seeding import seed_everything
@@ -22,7 +21,8 @@ from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
 from engine.process import console
-from engine.task_registry import Batch, Task
+from engine.task import Batch, Task
+from src.fields import RunConfig
 from src.training.training_model import has_few_shapes
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host

@@ -4,27 +4,20 @@ Tests: tests/engine/config/test_dry_run.py.
 """
 
 import inspect
-import math
-import shutil
 from collections.abc import Callable
-from pathlib import Path
-
-import torch
 
 from engine.config.addons import used_addons
-from engine.config.errors import warn
-from engine.config.schema import RunConfig
 from engine.data.batch_plan import sizes_of_run
 from engine.data.prepared_split import data_notes, format_stats
-from engine.loop import memory
 from engine.loop.model_with_loss import ModelWithLoss
+from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
 from engine.process.console import table
-from engine.task_registry import Task
+from engine.task import Task
+from src.fields import RunConfig
 from src.training.optimizers import make_optimizer
 from src.training.schedules import make_schedule, total_steps, warmup_updates
 
-SAVED = ("checkpoints", "final")  # folders of a run
 FEW_STEPS = 10  # of an epoch: fewer are warned of
 
 
@@ -52,43 +45,8 @@ def plan_table(
     shown = sorted({0, min(warmup_updates(cfg, total), total - 1), total // 2, total - 1})
     rates = ", ".join(f"{schedule(step):.2e} at step {step}" for step in shown)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {rates}"
-    parameters, trainable = memory.count_parameters(module.model)
-    rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     rows |= techniques.plan()
-    rows["memory"] = memory.describe_memory(cfg, module.model, _size, techniques.copies_in_step)
-    saved, _ = memory.count_parameters(task.saved(module.model))  # without a frozen teacher
-    disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
-    rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
-    _warn_of_full_disk(Path(cfg.output_dir), disk)
-    return rows
-
-
-def _warn_of_full_disk(folder: Path, needed: int) -> None:
-    """Warn if the disk of the run folder has less space than `needed`, with the checkpoints that are there already."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    used = sum(file.stat().st_size for name in SAVED for file in (folder / name).rglob("*") if file.is_file())
-    free = shutil.disk_usage(there).free + used
-    if free < needed:
-        warn(
-            f"output_dir: {folder} needs {needed:,} bytes for checkpoints and the final model, but {free:,} bytes are "
-            "free: free disk space, lower --save_total_limit, or give another --output_dir"
-        )
-
-
-def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:
-    """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
-    width = getattr(torch, cfg.dtype).itemsize
-    checkpoint = width * (parameters + memory.optimizer_moments(cfg) * trainable)
-    checkpoint += copies * max(width, 4) * trainable
-    # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
-    kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
-    kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every) if cfg.save_keep_every else 0
-    return checkpoint * min(kept, max(1, total // cfg.save_steps) + 1) + width * parameters
-
-
-def _size(count: float) -> str:
-    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
-    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return rows | size_rows(cfg, module, techniques, total)
 
 
 def run_notes(cfg: RunConfig, splits: dict) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 
 from engine.config.addons import follows_evaluations, schedule_addon
 from engine.config.errors import errors_of
-from engine.config.schema import RunConfig
 from engine.data.batch_plan import sizes_of_run
+from src.fields import RunConfig
 
 
 def total_steps(cfg: RunConfig, examples: int) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from engine.config.errors import warn
-from engine.config.schema import RunConfig
 from engine.distributed.backends import Backend
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.compile_and_recompute import compile_and_recompute
-from engine.task_registry import Task
+from engine.task import Task
+from src.fields import RunConfig
 
 
 def build_model(

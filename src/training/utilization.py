@@ -1,16 +1,11 @@
-"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory; profile of steps.
+"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory.
 
 Tests: tests/src/training/test_utilization.py.
 """
 
-from functools import partial
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from engine.config.errors import call_or_warn
-from engine.config.schema import RunConfig
 from engine.loop.train_state import Run
 
 # Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
@@ -66,28 +61,3 @@ class GpuUse:
             values["tflops"] = self.flops * tokens_per_second / self.processes / 1e12
             values |= {"mfu": values["tflops"] / self.peak} if self.peak else {}
         return values
-
-
-def step_profiler(cfg: RunConfig, step: int) -> torch.profiler.profile | None:
-    """Return the profiler of `profile_steps`, begun after `step`: its `step` ends a step, its `stop` the profile.
-
-    At the end of the profile, which waits for the device, it writes a table of the operations, and beside it a trace for
-    ui.perfetto.dev. A run that begins between the steps profiles the rest. Return None if no step is left."""
-    first, last = cfg.profile_steps or (0, 0)
-    if step >= last:
-        return None
-    file = Path(cfg.output_dir, "profile", f"steps_{first}_to_{last}.txt")
-    wait = max(0, first - 1 - step)
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=last - step - wait, repeat=1),
-        on_trace_ready=partial(call_or_warn, "the profile", _write_profile, file),
-    )
-    profiler.start()
-    return profiler
-
-
-def _write_profile(file: Path, profile: torch.profiler.profile) -> None:
-    file.parent.mkdir(exist_ok=True)
-    profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
-    column = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    file.write_text(profile.key_averages().table(sort_by=column, row_limit=40))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.data.batch_plan import PlanConfig, hash_ids, plan
-from src.training.run_logger import hash_text
+from engine.loop.ledger import hash_text
 
 
 def last_step(folder) -> int:

@@ -21,9 +21,9 @@ import torch
 from engine.config.errors import UsageError
 from engine.data import dataset, prepare
 from engine.data.prepared_split import data_notes
+from engine.loop import run_record
 from engine.storage import cache_folder
 from src.tasks import causal_lm
-from src.training import run_logger
 from tests.engine.data.conftest import WORDS
 from tests.helpers import kit
 
@@ -218,7 +218,7 @@ def test_reason_for_rows_without_targets(open_data, tmp_path, labels, length, re
 
 @pytest.mark.parametrize(
     "field, owner, name",
-    [("cache_dir", dataset, "_load_splits"), ("output_dir", run_logger.RunLogger, "_begin_files")],
+    [("cache_dir", dataset, "_load_splits"), ("output_dir", run_record.RunRecord, "_begin_files")],
 )
 def test_full_disk_at_the_start_is_named(fields, tmp_path, monkeypatch, field, owner, name):
     fields = fields | {"output_dir": tmp_path / "run", "max_steps": 2, "cache_dir": tmp_path / "cache"}

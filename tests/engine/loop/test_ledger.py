@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.data import batch_plan, data_loader
-from src.training.run_logger import hash_text
+from engine.loop.ledger import hash_text
 from tests.helpers import kit
 
 STEPS = 36  # step 32 is the tail of the first epoch, with 11 examples

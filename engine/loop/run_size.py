@@ -1,0 +1,59 @@
+"""Sizes of a run for the plan: parameters, memory of a device, disk; a warning if the disk has less.
+
+Tests: tests/engine/config/test_dry_run.py, tests/engine/loop/test_memory.py.
+"""
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from engine.config.errors import warn
+from engine.config.schema import RunConfig
+from engine.loop import memory
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.loop.techniques import Techniques
+
+SAVED = ("checkpoints", "final")  # folders of a run
+
+
+def size_rows(cfg: RunConfig, module: ModelWithLoss, techniques: Techniques, total: int) -> dict[str, str]:
+    """Return the rows of the plan of a run of `total` steps that say how large it is. Warn if the disk is too small."""
+    parameters, trainable = memory.count_parameters(module.model)
+    saved, _ = memory.count_parameters(module.task.saved(module.model))  # without a frozen teacher
+    disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
+    _warn_of_full_disk(Path(cfg.output_dir), disk)
+    return {
+        "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
+        "memory": memory.describe_memory(cfg, module.model, _size, techniques.copies_in_step),
+        "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
+    }
+
+
+def _warn_of_full_disk(folder: Path, needed: int) -> None:
+    """Warn if the disk of the run folder has less space than `needed`, with the checkpoints that are there already."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    used = sum(file.stat().st_size for name in SAVED for file in (folder / name).rglob("*") if file.is_file())
+    free = shutil.disk_usage(there).free + used
+    if free < needed:
+        warn(
+            f"output_dir: {folder} needs {needed:,} bytes for checkpoints and the final model, but {free:,} bytes are "
+            "free: free disk space, lower --save_total_limit, or give another --output_dir"
+        )
+
+
+def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:
+    """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
+    width = getattr(torch, cfg.dtype).itemsize
+    checkpoint = width * (parameters + memory.optimizer_moments(cfg) * trainable)
+    checkpoint += copies * max(width, 4) * trainable
+    # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
+    kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
+    kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every) if cfg.save_keep_every else 0
+    return checkpoint * min(kept, max(1, total // cfg.save_steps) + 1) + width * parameters
+
+
+def _size(count: float) -> str:
+    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
+    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,17 @@
+"""Your own fields of the run file: type, help, default, bounds. `make schema` shows them to --help and editors.
+
+engine/config/schema.py has all others. Tests: tests/src/test_fields.py.
+"""
+
+from dataclasses import dataclass
+
+from engine.config import schema
+
+
+@dataclass(frozen=True)
+class RunConfig(schema.RunConfig):
+    """All fields that say what is trained. Add one line for each field of yours, such as
+
+    calm: float = option("weight of the entropy in the loss", 0.0, min=0)
+
+    A resumed run may not change it, unless it says `may_change_on_resume=True`."""
