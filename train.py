@@ -17,6 +17,7 @@ import torch
 from engine.checkpointing import checkpointer, resume, run_identity
 from engine.config import parsing, validation
 from engine.data import data_loader, dataset, seeding
+from engine.data.data_loader import StepBatch
 from engine.distributed import backends, replica_check, stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from engine.loop.step_totals import StepLosses, StepTotals
@@ -131,7 +132,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     logger.finish(checkpoints.summary(), checkpoints.sample(), checkpoints.outcome())
 
 
-def compute_gradient(backend, module: torch.nn.Module, batch: data_loader.StepBatch, totals: StepTotals) -> StepLosses:
+def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals: StepTotals) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
     A loss that is not finite on one rank makes the gradient of every rank non-finite. Nothing here waits for the
