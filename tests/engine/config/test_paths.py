@@ -14,7 +14,7 @@ from engine.config.schema import RunConfig
 from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
-NO_PATHS = {"cache_per_node", "project", "run_name", "hub_model_id", "teacher_revision", "reference_revision"}
+NO_PATHS = {"cache_per_node", "project", "run_name", "hub_model_id", "teacher_revision", "reference_revision", "optim"}
 TOO_LONG = "c" * 300
 
 
