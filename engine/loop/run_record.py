@@ -63,7 +63,7 @@ class RunRecord:
             record_exit_in(self.folder)
             with writes_to(self.folder, "output_dir"):
                 self._begin_files(environment)
-        elif not self.run.cfg.smoke:
+        else:
             self.say(
                 f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
                 "--output_dir, or --resume never to start over"
@@ -143,8 +143,7 @@ class RunRecord:
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
-        if not self.run.cfg.smoke:  # it deletes the model
-            self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
+        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 
 def _is_before(line: dict, state: TrainState) -> bool:

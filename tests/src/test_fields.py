@@ -125,7 +125,8 @@ def test_own_fields_are_saved_and_compared_at_resume(fields, tmp_path):
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=300)
         return done.returncode, done.stdout + done.stderr
 
-    assert train(calm=0.5, note="first")[0] == 0
+    code, output = train(calm=0.5, note="first")
+    assert code == 0, output
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert (saved["calm"], saved["few"], saved["note"]) == (0.5, 7, "first")
     code, output = train(calm=0.25)
