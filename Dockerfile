@@ -13,7 +13,7 @@ USER 1000
 WORKDIR /home/ubuntu/training
 # Installed before the code is copied, so that a change of code does not install again.
 COPY --chown=1000 requirements.txt requirements-extra.txt Makefile ./
-COPY --chown=1000 engine/startup.py engine/startup.py
+COPY --chown=1000 engine/startup.py engine/make.mk engine/
 RUN make setup && rm -rf /home/ubuntu/.cache/pip
 COPY --chown=1000 . .
 RUN touch .venv/done

@@ -1,0 +1,357 @@
+"""`make update`: the engine of an edited copy becomes that of the template, and what the copy owns stays to the byte."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config.errors import UsageError
+from engine.tools import manifest, update
+from tests.helpers import kit
+
+NAMES = [
+    "train.py",
+    "eval.py",
+    "src",
+    "engine",
+    "configs",
+    "requirements.txt",
+    "Makefile",
+    "tests/helpers",
+    "tests/src",
+]
+NEWS = "# Changes\n\n## 1.2.0\n\nAll data again.\n\n## 1.1.0\n\nA new name.\n\n## 1.0.0\n\nThe first one.\n"
+ADDONS_PAGE = """| add-on | what | cost | tests |
+|---|---|---|---|
+| `tools/kept` | x | x | `tests/addons/tools/test_kept.py` |
+| `tools/other` | x | x | `tests/addons/tools/test_other.py` |
+| `schedules/far` | x | x | `tests/addons/schedules/test_far.py` |
+"""
+MERGED, CLASHING, GONE = "engine/loop/meter.py", "engine/models/router_loss.py", "engine/storage/gone.py"
+
+
+def git(folder: Path, *words: str) -> str:
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *author, *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def commit(folder: Path, tag: str | None = None) -> None:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "x")
+    if tag:
+        git(folder, "tag", tag)
+
+
+def put(folder: Path, texts: dict[str, str | None]) -> None:
+    """Write files; delete those whose text is None."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text) if text is not None else (folder / name).unlink()
+
+
+def change(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text, (name, old)
+    (folder / name).write_text(text.replace(old, new, 1))
+
+
+def first_line(folder: Path, name: str) -> str:
+    return (folder / name).read_text().split("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    """A template with the tags v1.0.0 and v1.2.0: this engine, and small add-ons."""
+    folder = tmp_path_factory.mktemp("update") / "template"
+    for name in NAMES:
+        source, target = kit.REPOSITORY / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    (folder / "addons").mkdir()
+    old = {f"addons/{name}.py": f'"""{name}."""\n' for name in ("tools/kept", "tools/other", "schedules/far")}
+    old |= {f"tests/addons/tools/test_{name}.py": "" for name in ("kept", "other")}
+    old |= {"addons/README.md": ADDONS_PAGE, GONE: '"""Old."""\n', "engine/storage/gone_too.py": '"""Old."""\n'}
+    old |= {"engine/VERSION": "1.0.0\n", "CHANGELOG.md": NEWS.partition("## 1.2.0")[0], ".gitignore": "__pycache__/\n"}
+    put(folder, old)
+    manifest.write_manifest(folder)
+    git(folder, "init", "-q", "-b", "main")
+    commit(folder, "v1.0.0")
+
+    new = {f"{name}.py": f'"""{name}, new."""\n' for name in ("addons/tools/kept", "addons/tools/other")}
+    new |= {"addons/schedules/far.py": '"""New."""\n', "tests/addons/schedules/test_far.py": "", GONE: None}
+    new |= {"engine/storage/gone_too.py": None, "engine/loop/fresh.py": '"""Fresh."""\n'}
+    new |= {"tests/addons/tools/test_kept.py": "# new\n", "engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
+    put(folder, new)
+    (folder / MERGED).write_text((folder / MERGED).read_text() + "\n\nNEW_CONSTANT = 1\n")
+    change(folder, CLASHING, first_line(folder, CLASHING), first_line(folder, CLASHING) + " The template's words.")
+    change(folder, "engine/startup.py", "\n", "\n# A comment of the new version.\n")
+    change(folder, "requirements.txt", "torch==", "torch==9.")
+    change(folder, "requirements.txt", "filelock==", "newly_needed==1.0\nfilelock==")
+    manifest.write_manifest(folder)
+    commit(folder, "v1.2.0")
+    return folder
+
+
+@pytest.fixture
+def delivered(template, tmp_path) -> Path:
+    """A copy of v1.0.0 with a history of its own, without the add-ons tools/other and schedules/far."""
+    copy = tmp_path / "copy"
+    git(tmp_path, "clone", "-q", "-b", "v1.0.0", str(template), str(copy))
+    shutil.rmtree(copy / ".git")
+    shutil.rmtree(copy / "addons" / "schedules")
+    put(copy, {"addons/tools/other.py": None, "tests/addons/tools/test_other.py": None})
+    git(copy, "init", "-q", "-b", "main")
+    commit(copy)
+    return copy
+
+
+@pytest.fixture
+def copy(delivered) -> Path:
+    """It has edited train.py, a task, pins and three files of the engine, and has files of its own."""
+    (delivered / "train.py").write_text((delivered / "train.py").read_text() + "\n# mine\n")
+    change(delivered, "src/tasks/causal_lm.py", first_line(delivered, "src/tasks/causal_lm.py"), '"""My task."""')
+    change(delivered, MERGED, first_line(delivered, MERGED), '"""My words."""')
+    change(delivered, CLASHING, first_line(delivered, CLASHING), '"""My words."""')
+    change(delivered, "requirements.txt", "filelock==", "mine==2.0\nfilelock==")
+    own = {"src/tasks/mine.py": "from src.tasks.causal_lm import Options, Task\n", "engine/mine.py": "MINE = 1\n"}
+    own |= {"addons/tools/mine.py": "", "notes.md": "mine\n", "engine/storage/gone_too.py": '"""Mine."""\n'}
+    put(delivered, own)
+    commit(delivered)
+    return delivered
+
+
+def untouched(folder: Path) -> dict[str, bytes]:
+    """Return the texts of all files that an update shall leave alone."""
+    names = git(folder, "ls-files").splitlines()
+    ours = [
+        name for name in names if not name.startswith(("engine/", "tests/engine", "addons/tools/kept", "tests/addons"))
+    ]
+    ours += ["engine/mine.py", "engine/storage/gone_too.py"]
+    return {
+        name: (folder / name).read_bytes() for name in ours if not name.startswith(("requirements", "configs/schema"))
+    }
+
+
+def check_own_work_stays(folder: Path, before: dict[str, bytes]) -> None:
+    assert untouched(folder) == before
+    assert first_line(folder, MERGED) == '"""My words."""'
+    assert '"""My words."""' in (folder / CLASHING).read_text()
+
+
+# ---- an edited copy ----------------------------------------------------------------------------------------------------
+
+
+def test_engine_is_new_and_own_files_stay_to_the_byte(copy, template, capsys):
+    before = untouched(copy)
+    changes = update.update(copy, str(template), "v1.2.0")
+    check_own_work_stays(copy, before)
+    update.report(changes)
+    shown = capsys.readouterr().out
+    assert "Engine 1.0.0 -> 1.2.0" in shown
+    assert "All data again." in shown
+    assert "A new name." in shown
+    assert "The first one." not in shown
+
+    assert (copy / "engine/VERSION").read_text() == "1.2.0\n"
+    assert (copy / "engine/startup.py").read_bytes() == (template / "engine/startup.py").read_bytes()
+    assert (copy / "engine/loop/fresh.py").exists()
+    assert changes.deleted == [GONE]
+    assert not (copy / GONE).exists()
+    assert (copy / MERGED).read_text().endswith("NEW_CONSTANT = 1\n")
+    assert changes.merged == [MERGED, CLASHING]
+    assert changes.own == ["engine/mine.py"]
+    assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
+    assert not list(copy.glob("addons/schedules/*")) + list(copy.glob("addons/tools/other.py"))
+    assert not (copy / "tests/addons/schedules").exists()
+    assert "engine/mine.py" in shown
+
+
+def test_conflicts_are_named_and_marked_as_git_does(copy, template, capsys):
+    changes = update.update(copy, str(template), "v1.2.0")
+    first, second = changes.conflicts
+    assert first.startswith(f"{CLASHING}: both of you")
+    assert second.startswith("engine/storage/gone_too.py: you have edited it, the new version has deleted it")
+    update.report(changes)
+    shown = capsys.readouterr().out
+    assert all(f"CONFLICT {sentence}" in shown for sentence in changes.conflicts)
+    text = (copy / CLASHING).read_text()
+    assert text.startswith('<<<<<<< this copy\n"""My words."""\n')
+    assert "The template's words." in text
+    assert shown.splitlines()[-1].startswith("Nothing is committed.")
+    assert git(copy, "log", "--oneline").count("\n") == 2
+
+
+def test_mutant_update_that_overwrites_is_caught(copy, template, monkeypatch):
+    """As after `make manifest` in a copy: each edit counts as text that was delivered."""
+    before = untouched(copy)
+    known = manifest.hashes(manifest.engine_files(copy))
+    monkeypatch.setattr(update, "read_manifest", lambda folder: known)
+    update.update(copy, str(template), "v1.2.0")
+    with pytest.raises((AssertionError, FileNotFoundError)):
+        check_own_work_stays(copy, before)
+
+
+def test_second_update_has_nothing_to_do(copy, template):
+    update.update(copy, str(template), "v1.2.0")
+    commit(copy)
+    changes = update.update(copy, str(template), "v1.2.0")
+    assert git(copy, "status", "--porcelain") == ""
+    assert changes.conflicts == changes.merged == changes.deleted == []
+
+
+def test_pins_of_the_copy_stay_and_new_ones_come(copy, template):
+    changes = update.update(copy, str(template), "v1.2.0")
+    text = (copy / "requirements.txt").read_text()
+    assert "mine==2.0\n" in text
+    assert "newly_needed==1.0\n" in text
+    assert "torch==9." in text
+    assert [line.split()[1] for line in changes.pins] == ["torch", "newly_needed"]
+
+
+def test_pins_that_a_copy_changed_or_removed_stay_so():
+    base, ours = "a==1  # why\nb==1\nc==1\nd==1\n", "a==1  # why\nb==2\nd==1.5\ne==3"
+    text, lines, conflicts = update.merge_pins(ours, "a==2  # why\nb==1\nc==2\nd==2\n", base)
+    assert text == "a==2  # why\nb==2\nd==1.5\ne==3"
+    assert lines == ["a 1 -> 2"]
+    assert conflicts == ["your d==1.5 stays, the new version has 2"]
+    assert update.merge_pins("a==1\nb==1\n", "a==1\n", "a==1\nb==1\n")[0] == "a==1\n"
+    assert update.merge_pins("a==1\n", "a==2\nb==1\n", None)[0] == "a==2\nb==1\n"
+
+
+def test_files_that_the_copy_deleted_stay_away(delivered, template, capsys):
+    put(delivered, {"engine/startup.py": None, "engine/text/chat.py": None})
+    commit(delivered)
+    changes = update.update(delivered, str(template), "v1.2.0")
+    assert changes.away == ["engine/startup.py"]  # the other one is the same in both versions
+    assert not (delivered / "engine/startup.py").exists()
+    assert not (delivered / "engine/text/chat.py").exists()
+    update.report(changes)
+    assert "deleted, left away: engine/startup.py\n" in capsys.readouterr().out
+
+
+def test_lock_of_a_copy_with_packages_of_its_own_stays(delivered, template, tmp_path):
+    newer = shutil.copytree(template, tmp_path / "newer")
+    (newer / "uv.lock").write_text("new\n")
+    (delivered / "uv.lock").write_text("mine\n")
+    commit(delivered)
+    [sentence] = [each for each in update.update(delivered, str(newer), None).conflicts if "uv.lock" in each]
+    assert "make lock" in sentence
+    assert (delivered / "uv.lock").read_text() == "mine\n"
+
+
+# ---- where FROM is -----------------------------------------------------------------------------------------------------
+
+
+def test_folder_without_git_and_texts_that_nobody_has(copy, template, tmp_path):
+    """The text as delivered is in the copy's history; without it, the new file stands beside the copy's."""
+    plain = shutil.copytree(template, tmp_path / "plain", ignore=shutil.ignore_patterns(".git"))
+    shutil.rmtree(copy / ".git")
+    git(copy, "init", "-q")
+    commit(copy)
+    before = untouched(copy)
+    changes = update.update(copy, str(plain), None)
+    check_own_work_stays(copy, before)
+    assert changes.merged == []
+    assert [sentence.split(":")[0] for sentence in changes.conflicts][:2] == [MERGED, CLASHING]
+    assert (copy / f"{MERGED}.new").read_bytes() == (template / MERGED).read_bytes()
+
+
+def test_history_of_the_template_has_the_text_as_delivered(copy, template):
+    """The copy's history begins after its edit."""
+    shutil.rmtree(copy / ".git")
+    git(copy, "init", "-q")
+    commit(copy)
+    assert update.update(copy, f"file://{template}", "main").merged == [MERGED, CLASHING]
+
+
+def test_folder_is_taken_as_it_stands(delivered, template, tmp_path):
+    newer = shutil.copytree(template, tmp_path / "newer")
+    put(newer, {"engine/loop/not_committed.py": ""})
+    update.update(delivered, str(newer), None)
+    assert (delivered / "engine/loop/not_committed.py").exists()
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_uncommitted_work_and_wrong_sources_are_refused(copy, template, tmp_path):
+    def refused(match: str, *words):
+        before = untouched(copy)
+        with pytest.raises(UsageError, match=match):
+            update.update(copy, *words)
+        assert untouched(copy) == before
+        assert (copy / "engine/VERSION").read_text() == "1.0.0\n"
+
+    refused("no tag, branch or commit v9.*tags: v1.2.0, v1.0.0", str(template), "v9")
+    refused("is no folder, and git cannot clone it", str(tmp_path / "nowhere"), None)
+    refused("FROM: .* is this copy", str(copy), None)
+    (tmp_path / "old").mkdir()
+    refused(r"FROM has no engine/VERSION.*docs/forking\.md", str(tmp_path / "old"), None)
+    older = shutil.copytree(template, tmp_path / "older")
+    (older / "engine/VERSION").write_text("0.9\n")
+    refused("FROM has version 0.9, this copy 1.0.0", str(older), None)
+    (older / "engine/VERSION").write_text("1.1\n")
+    (older / "engine/link.py").symlink_to("/etc/passwd")
+    refused("link.py is a link", str(older), None)
+
+    (copy / "new.txt").touch()
+    refused(r"uncommitted changes or new files \(new\.txt\)", str(template), None)
+    (copy / "new.txt").unlink()
+    (copy / "train.py").write_text("mine\n")
+    refused(r"uncommitted changes or new files \(train\.py\)", str(template), None)
+    shutil.rmtree(copy / ".git")
+    with pytest.raises(UsageError, match="git does not track"):
+        update.update(copy, str(template), None)
+
+
+def test_manifest_is_not_written_in_a_copy(copy):
+    """Else the next update would take the copy's edits for the template's text."""
+    done = subprocess.run([sys.executable, "-m", "engine.tools.manifest"], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "make manifest is for the template" in done.stderr
+    assert git(copy, "status", "--porcelain") == ""
+
+
+# ---- the whole way -----------------------------------------------------------------------------------------------------
+
+
+def make_update(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "engine.tools.update", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.cluster
+def test_updated_copy_trains_the_same_numbers(delivered, template, tmp_path):
+    """The program runs in the copy; exit code 0; the new engine's schema has the fields of the copy's task."""
+    put(delivered, {"src/tasks/mine.py": "from src.tasks.causal_lm import Options, Task\n"})
+    commit(delivered)
+    flags = kit.flags(task="mine", **kit.tiny_files(tmp_path), max_steps=2, logging_steps=1)
+
+    def train(name: str) -> kit.Run:
+        argv = [*flags, "--output_dir", str(tmp_path / name)]
+        subprocess.run([sys.executable, "train.py", *argv], cwd=delivered, check=True, timeout=300)
+        return kit.Run(tmp_path / name)
+
+    before = train("before")
+    done = make_update(delivered, str(template), "--ref", "v1.2.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"mine"' in (delivered / "configs" / "schema.json").read_text()
+    after = train("after")
+    assert kit.same(before.weights, after.weights)
+    assert kit.timeless(before.folder) == kit.timeless(after.folder)
+
+
+def test_failing_schema_is_named_and_conflicts_end_with_1(copy, template):
+    (copy / "train.py").write_text("raise ValueError('my words')\n")
+    commit(copy)
+    done = make_update(copy, str(template))
+    assert done.returncode == 1
+    assert "CONFLICT configs/schema.json: it is as it was, because train.py --schema fails" in done.stdout
+    assert "my words" in done.stdout
+    assert make_update(copy, str(template)).returncode == 2  # not committed
