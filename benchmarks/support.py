@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/support.py
 
-Tests: tests/addons/techniques/test_conformance.py.
+Tests: tests/project/test_pages.py.
 """
 
 import sys

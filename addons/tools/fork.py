@@ -2,9 +2,10 @@
 
     make fork DEST=folder [TASKS="causal_lm seq2seq"] [ADDONS="adapters/peft techniques"] [NAME=my-project]
 
-Without TASKS and ADDONS, the copy has all add-ons; else only these and what they need. It has the tests that
-addons/README.md names for them (of several: if it has all of them), no run file that names a missing add-on, and no line
-of README.md and AGENTS.md about what it lacks. Tests: tests/addons/tools/test_fork.py.
+Without TASKS and ADDONS, the copy has all add-ons; else only these and what they need, with the tests that
+addons/README.md names for them (of several: if it has all of them), and no run file that names a missing add-on.
+What is about the template stays here: tests/project/, its check, its figures and its README.
+Tests: tests/addons/tools/test_fork.py.
 """
 
 import argparse
@@ -14,23 +15,45 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from engine.config.addons import addon_names
 from engine.config.errors import UsageError, did_you_mean
 from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
 from engine.process.exit_codes import run_main
 from engine.task_registry import OPTIONS
+from engine.tools import addon_files
+from engine.tools.manifest import VERSION, write_manifest
 
-CODE = (
-    "engine/",
-    "src/",
-    "addons/",
-    "configs/",
-    "samples/",
-    "tests/",
-)  # where new files are copied, though git does not track them
+# New files are copied from here, though git does not track them.
+CODE = ("engine/", "src/", "addons/", "configs/", "samples/", "tests/")
+OF_THE_TEMPLATE = ("tests/project/", ".ci/run", "CHANGELOG.md", "benchmarks/results.json", "benchmarks/support.py")
+README = """# {name}
+
+Made from a training template on Hugging Face Accelerate (version {version} of its engine). The run file in `configs/` says
+what is trained, the accelerate file in `accelerate_configs/` says where; change the where, and the numbers do not move.
+
+```bash
+make train       # installs the packages, trains configs/stdlib_lm.yaml; make lists all targets
+make eval        # evaluates the newest run
+make test-fast   # tests
+make update      # a newer engine: docs/forking.md
+```
+
+| where | whose |
+|---|---|
+| `train.py`, `eval.py`, `src/`, `tests/src/`, `configs/`, `accelerate_configs/`, `samples/`, `docs/` | yours to edit |
+| `engine/`, `addons/` and their tests | the template's: used as they are, replaced by `make update FROM=…` |
+
+Add-ons: {addons}.
+
+[docs/forking.md](docs/forking.md) shows how to add a task, a loss or a number in the log, and what may be removed. The
+pages in `docs/` are those of the template: they also name add-ons and tests that are only there.
+"""
+NOTE = """
+> A copy of the template. What this page says of `tests/project/`, of `CHANGELOG.md` and of add-ons that are not here is
+> about the template; `make` says so if a target needs one. Edit `train.py`, `eval.py` and `src/`: `make update` replaces
+> `engine/` and `addons/`.
+"""
 
 
 def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[str]:
@@ -41,23 +64,36 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
         raise UsageError(f"DEST: {target} is not an empty folder: give another folder")
     if target.resolve().is_relative_to(REPOSITORY.resolve()):
         raise UsageError(f"DEST: {target} is inside this repository: give a folder outside of it")
-    here = all_addons()
+    here = addon_files.addons_in(REPOSITORY)
     kept = chosen(here, tasks, addons) if tasks or addons else here
-    gone = {*here, *rooms_of(here)} - {*kept, *rooms_of(kept)}  # a room that is left empty goes, too
-    left_out = {"benchmarks/results.json", *tests_of(gone)}
-    left_out |= {"benchmarks/support.py"} if "techniques" in gone else set()  # it imports them
-    files = [
-        file for file in files_of_checkout() if not (file in left_out or is_of(file, gone) or names_one(file, gone))
-    ]
-    if not kept:
-        files = [file for file in files if not file.startswith(("addons/", "tests/addons/"))]
+    missing = {*here} - {*kept}
+    page = REPOSITORY / "addons" / "README.md"
+    files = [file for file in files_of_checkout() if not file.startswith(OF_THE_TEMPLATE)]
+    left_out = addon_files.of_missing_addons(files, page.read_text(encoding="utf-8"), kept, missing)
+    gone = addon_files.with_rooms(missing) - addon_files.with_rooms(kept)
+    left_out |= {file for file in files if names_one(file, gone)}
     for file in files:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / file, target / file, follow_symlinks=False)  # CLAUDE.md is a link to AGENTS.md
-    write_pages(target, {*files}, gone, name)
+        if file not in left_out:
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / file, target / file, follow_symlinks=False)  # CLAUDE.md is a link to AGENTS.md
+    write_pages(target, name, kept)
     schema = subprocess.run([sys.executable, "train.py", "--schema"], cwd=target, check=True, capture_output=True)
     (target / SCHEMA_FILE.relative_to(REPOSITORY)).write_bytes(schema.stdout)
+    write_manifest(target)
     return kept
+
+
+def write_pages(target: Path, name: str, kept: list[str]) -> None:
+    """Write the README.md of a copy, and a note into its AGENTS.md."""
+    addons = ", ".join(sorted(kept)) or "none"
+    version = (target / VERSION).read_text(encoding="utf-8").strip()
+    (target / "README.md").write_text(README.format(name=name, version=version, addons=addons), encoding="utf-8")
+    page = target / "AGENTS.md"
+    title, _, rest = page.read_text(encoding="utf-8").partition("\n")
+    page.write_text(f"{title}\n{NOTE}{rest}", encoding="utf-8")
+
+
+# ---- files of the checkout -------------------------------------------------------------------------------------------
 
 
 def files_of_checkout() -> list[str]:
@@ -78,14 +114,7 @@ def _git_files(which: str) -> list[str]:
     return [file for file in done.stdout.split("\0") if file and os.path.lexists(REPOSITORY / file)]
 
 
-def all_addons() -> list[str]:
-    """Return "ROOM/NAME" of all add-ons; "ROOM" for a room that is a single one."""
-    rooms = sorted(path.name for path in (REPOSITORY / "addons").iterdir() if path.is_dir())
-    return [addon for room in rooms for addon in [f"{room}/{name}" for name in addon_names(room)] or [room]]
-
-
-def rooms_of(addons: Iterable[str]) -> set[str]:
-    return {addon.split("/")[0] for addon in addons}
+# ---- add-ons that are named ------------------------------------------------------------------------------------------
 
 
 def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
@@ -95,7 +124,7 @@ def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
             raise UsageError(
                 f"TASKS: unknown task {task!r}{did_you_mean(task, OPTIONS)}; there are {', '.join(OPTIONS)}"
             )
-    names = {*here, *rooms_of(here)}
+    names = addon_files.with_rooms(here)
     for name in addons:
         if name not in names:
             raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, names)}; addons/README.md lists them")
@@ -116,25 +145,6 @@ def needs(addon: str) -> list[str]:
     return [name.strip("/") for name in needed]
 
 
-# ---- what a copy without some add-ons lacks --------------------------------------------------------------------------
-
-
-def tests_of(gone: set[str]) -> set[str]:
-    """Return the tests that rows of these add-ons name in addons/README.md; of their rooms, those that no row names."""
-    page = (REPOSITORY / "addons" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w/]+)` \|(.*)$", page, re.M)
-    of_room = r"tests/addons/(\w+)/test_(?!conformance)\w+\.py"  # that one looks at the add-ons that are there
-    whole = [file for file in files_of_checkout() if (match := re.match(of_room, file)) and match[1] in rooms_of(gone)]
-    tests = {file for addon, row in rows if addon in gone for file in re.findall(r"`(tests/[\w/]+\.py)`", row)}
-    return tests | {file for file in whole if f"`{file}`" not in page}
-
-
-def is_of(file: str, gone: set[str]) -> bool:
-    """Return whether a file is a part of these add-ons or rooms, or of the tests of these rooms."""
-    match = re.match(r"(?:tests/(?=\S+/test_))?addons/(\w+)/(\w+)", file)  # what tests share stays
-    return match is not None and bool({match[1], f"{match[1]}/{match[2]}"} & gone)
-
-
 def names_one(file: str, gone: set[str]) -> bool:
     """Return whether a run file names one of these add-ons: by its task, a technique, an optimizer or a field."""
     if not re.fullmatch(r"configs/\w+\.yaml", file):
@@ -146,87 +156,6 @@ def names_one(file: str, gone: set[str]) -> bool:
     named |= {f"techniques/{name}" for name in values.get("techniques") or ()}
     named |= {fields[name].get("x-add-on", "").removeprefix("addons/") for name in values if name in fields}
     return bool(named & gone)
-
-
-# ---- the pages of a copy ---------------------------------------------------------------------------------------------
-
-
-def write_pages(target: Path, copied: set[str], gone: set[str], name: str) -> None:
-    """Write the pages without what they say about files that the copy lacks; README.md has the name of the project."""
-    left_out = {*files_of_checkout()} - copied
-    targets = missing_targets(copied, left_out)
-    for page in ("README.md", "AGENTS.md"):
-        text = without_missing((REPOSITORY / page).read_text(encoding="utf-8"), copied, left_out, targets)
-        text = re.sub(r"\A# .*", f"# {name}", text) if page == "README.md" else text
-        (target / page).write_text(text, encoding="utf-8")
-    page = target / "addons" / "README.md"
-    if page.exists():
-        here, missing = without_rows(page.read_text(encoding="utf-8"), gone)
-        page.write_text(without_missing(here, copied, set(), targets) + missing, encoding="utf-8")
-
-
-def missing_targets(copied: set[str], left_out: set[str]) -> set[str]:
-    """Return the targets of the Makefile whose recipes need a file that the copy lacks."""
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    recipes = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)*)", makefile, re.M))
-    needed = {target: re.findall(r"call need,([\w/.]+)", recipe) for target, recipe in recipes.items()}
-    return {target for target, paths in needed.items() if any(is_missing(path, copied, left_out) for path in paths)}
-
-
-def is_missing(path: str, copied: set[str], left_out: set[str]) -> bool:
-    """Return whether the template has this file or folder, and the copy does not.
-
-    An example (addons/tasks/NAME.py) stands for its folder, and `addons/ROOM/` for all that is in the room."""
-
-    def has(files: set[str]) -> bool:
-        return any(file == folder or file.startswith(f"{folder}/") for file in files)
-
-    folder = path.strip("/")
-    if re.fullmatch(r"addons/\w+/", path):
-        return has(left_out)
-    while folder and not has(copied) and not has(left_out):
-        folder = folder.rpartition("/")[0]
-    return bool(folder) and not has(copied)
-
-
-def without_missing(page: str, copied: set[str], left_out: set[str], targets: set[str]) -> str:
-    """Return a page without the lines that name a file that the copy lacks, or one of these targets of make.
-
-    With the first line of a paragraph or an item, the rest of it goes, too: so what is said of an add-on in the middle
-    of a paragraph has to stand on a line of its own."""
-    kept, before = [], ""
-    is_code = is_going = has_dropped = False
-    for line in page.splitlines():
-        paths = re.findall(
-            r"(?<![\w/.-])((?:engine|src|addons|tests|configs|samples|benchmarks|docs)/(?:[\w/.]*[\w/])?)", line
-        )
-        names_missing = any(is_missing(path, copied, left_out) for path in paths)
-        names_missing |= not targets.isdisjoint(re.findall(r"\bmake ([a-z-]+)", line))
-        is_code ^= line.startswith("```")
-        if is_code or not before.strip() or re.match(r"[|*>]|\d+\.", line):
-            is_going = names_missing
-        if not line.strip():
-            is_going = False
-        is_second_blank = not line and has_dropped and kept[-1:] == [""]
-        if is_going or names_missing:
-            has_dropped = True
-        elif not is_second_blank:
-            kept.append(line)
-            has_dropped = False
-        before = line
-    return "\n".join(kept) + "\n"
-
-
-def without_rows(page: str, gone: set[str]) -> tuple[str, str]:
-    """Return addons/README.md without the rows of missing add-ons, and a section with these rows.
-
-    A test finds there which add-on a test belongs to that docs/ name and the copy lacks."""
-    missing = [row[0] for row in re.finditer(r"^\| `([\w/]+)` \|.*\n", page, re.M) if row[1] in gone]
-    for row in missing:
-        page = page.replace(row, "")
-    page = re.sub(r"^\| \*\*.*\n(?=\| \*\*|\n)", "", page, flags=re.M)  # headings without a row
-    heading = re.findall(r"^\| add-on \|.*\n.*\n", page, re.M)
-    return page, "".join(["\n## In the template, not in this copy\n\n", *heading, *missing] if missing else [])
 
 
 def main(argv: list[str]) -> None:

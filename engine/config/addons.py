@@ -1,7 +1,8 @@
 """Add-ons: files and folders of addons/, found by listing them, imported only if a run file or a launch names them.
 
 A run file names a task by `task`, an optimizer by `optim`, a schedule by `lr_scheduler_type`, and every other add-on by
-a field that its class declares (engine/config/add_on.py); an accelerate file names a backend. Tests: tests/engine/config/test_addons.py.
+a field that its class declares (engine/config/add_on.py); an accelerate file names a backend.
+Tests: tests/project/test_without_addons.py.
 """
 
 import dataclasses

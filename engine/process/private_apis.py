@@ -1,6 +1,6 @@
 """Private and undocumented APIs of libraries: every use is a function here, with version, reason and test.
 
-After an upgrade run the tests named here; each test fails if its API has changed. tests/engine/process/test_private_apis.py
+After an upgrade run the tests named here; each test fails if its API has changed. tests/project/test_private_apis.py
 checks that no other file uses private names.
 """
 

@@ -8,8 +8,7 @@ import torch
 import train
 from engine.data import seeding
 from engine.loop.step_totals import StepLosses
-from tests.helpers import kit
-from tests.src import test_step
+from tests.helpers import kit, step_recipe
 
 pytestmark = pytest.mark.conformance
 
@@ -17,7 +16,7 @@ STEPS = 60
 
 
 def recipe(files, model="exact.yaml", **fields):
-    return test_step.recipe(files, **{"model_config": files / model, "max_steps": STEPS} | fields)
+    return step_recipe.recipe(files, **{"model_config": files / model, "max_steps": STEPS} | fields)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from engine.process.private_apis import attention_kernel
 from src.losses import chunked_cross_entropy
 from src.losses.cross_entropy import PLAIN, CrossEntropy
 from tests.helpers import kit
-from tests.src.losses.test_chunked_cross_entropy import linear_sums
+from tests.helpers.losses import linear_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}

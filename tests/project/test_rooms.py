@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.tools.manifest import FOLDERS
 from tests.helpers import kit
 
 HOUSES = ("engine", "src")
@@ -60,6 +61,22 @@ def test_mutant_import_that_goes_up_is_caught(tmp_path, file, text, edge):
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
     assert upward(imports(tmp_path)) == {edge}
+
+
+def copied_tests(text: str) -> list[str]:
+    """Return the imports of a test that `make update` brings to a copy which has tests/src/ of its own."""
+    return re.findall(r"^ *(?:from|import) +(tests\.(?:src|project)\b.*)", text, re.M)
+
+
+def test_tests_that_are_updated_import_no_tests_of_a_copy():
+    """The mutant: an import of what a copy may have deleted."""
+    for name in (*FOLDERS, "tests/conftest.py"):
+        path = kit.REPOSITORY / name
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            assert copied_tests(file.read_text()) == [], file
+    assert copied_tests("import re\n    from tests.src.test_step import train\n") == [
+        "tests.src.test_step import train"
+    ]
 
 
 def test_the_map_shows_every_file_by_its_first_line():

@@ -26,22 +26,7 @@ from tests.conformance.checks import NoWaiting
 from tests.helpers import kit
 from tests.helpers.backend_runs import at_step, same_state
 from tests.helpers.fp16 import train_in_fp16
-
-
-def recipe(files, **flags):
-    values = {
-        "model_config": files / "llama.yaml",
-        "train_file": files / "train.jsonl",
-        "dtype": "float64",
-        "global_batch_size": 32,
-        "per_device_batch_size": 32,
-        "max_steps": 40,
-        "learning_rate": 3e-3,
-        "warmup_steps": 5,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-    }
-    return kit.flags(**values | flags)
+from tests.helpers.step_recipe import recipe
 
 
 def plain_loop(files, steps: int) -> tuple[list[float], list[float], dict]:

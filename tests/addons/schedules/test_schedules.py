@@ -10,7 +10,7 @@ import pytest
 from engine.config import addons, schema
 from engine.config.addons import addon_names
 from engine.config.errors import UsageError
-from tests.src.training.test_schedules import rates
+from tests.helpers.schedules import rates
 
 
 def half_cosine(begin: float, end: float, x: float) -> float:

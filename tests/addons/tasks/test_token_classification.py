@@ -14,7 +14,7 @@ from engine.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance import checks
 from tests.helpers import kit
-from tests.src.losses.test_cross_entropy import TEXTS, check_balanced_weights
+from tests.helpers.losses import TEXTS, check_balanced_weights
 
 WORDS = ["un", "##aff", "##able", "New", "York", "'", "s", "mayor", ",", "met", "the", "EU"]
 TAGS = ["B-LOC", "B-ORG", "I-LOC", "O"]

@@ -6,7 +6,7 @@ import torch
 from addons.tasks.distillation.token_terms import distillation_terms
 from src.losses import chunked_cross_entropy
 from src.losses.chunked_cross_entropy import Scored
-from tests.src.losses.test_chunked_cross_entropy import allocations
+from tests.helpers.losses import allocations
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -12,7 +12,7 @@ from engine.config.schema import RunConfig
 from engine.loop.train_state import Run, TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
-from tests.src.test_step import recipe
+from tests.helpers.step_recipe import recipe
 
 
 @pytest.fixture(scope="module")

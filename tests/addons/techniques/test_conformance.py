@@ -134,14 +134,6 @@ RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs;
 ]  # fmt: skip
 
 
-def test_page_of_support_is_that_of_these_lists():
-    """A copy with fewer add-ons has fewer lines."""
-    from benchmarks import support
-
-    missing = {*support.page().splitlines()} - {*support.PAGE.read_text().splitlines()}
-    assert not missing, "run benchmarks/support.py"
-
-
 def flags(folder: Path, name: str | None, model: dict | None, more: dict) -> list[str]:
     """Return the flags of a short run; later ones win."""
     values, words = technique_runs.files(folder) | {"eval_steps": 5, "per_device_batch_size": 2}, []

@@ -12,7 +12,7 @@ from engine.distributed.running_statistics import StepBuffers
 from engine.loop.step_totals import StepTotals
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
-from tests.src.test_step import recipe
+from tests.helpers.step_recipe import recipe
 
 OPTIONS = {"sam": {"rho": 0.5}, "asam": {"rho": 2.0, "eta": 0.1}, "gradient_norm_penalty": {"rho": 0.5, "alpha": 0.7}}
 

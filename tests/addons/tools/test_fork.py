@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import yaml
 from addons.tools import fork
 from engine.config import addons
 from engine.config.errors import UsageError
+from engine.tools import manifest
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not (kit.REPOSITORY / ".git").exists(), reason="the copy is made of tracked files")
@@ -31,8 +33,8 @@ def copy(tmp_path_factory):
 def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     files = subprocess.run(["git", "ls-files"], cwd=copy, capture_output=True, text=True).stdout.splitlines()
     assert {"train.py", "src/tasks/causal_lm.py", "samples/stdlib_code.py"} < {*files}
-    assert not {"benchmarks/results.json"} & {*files}
-    assert (copy / "README.md").read_text().startswith("# crane\n")
+    assert not [file for file in files if file.startswith(fork.OF_THE_TEMPLATE)]
+    assert manifest.read_manifest(copy) == manifest.hashes(manifest.engine_files(copy))
     kept = {file for file in files if file.startswith("addons/") and "/_" not in file}
     assert kept == {"addons/README.md", f"addons/{KEPT}.py", "addons/techniques/asam.py", "addons/techniques/sam.py"}
     tests = {file for file in files if re.match(r"tests/addons/\w+/test_", file)}
@@ -48,59 +50,27 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
 
 # ---- pages -------------------------------------------------------------------------------------------------------------
 
-# Targets of make that need a tool.
-TOOLS = {"preview", "find-lr", "find-batch-size", "report", "ledger", "storm", "same", "fork"}
 
-
-def named_but_missing(folder, readme: str, agents: str) -> set[str]:
-    """Return what these two pages name of add-ons, and is not in `folder`."""
-    text = readme + agents
-    paths = {path for path in re.findall(r"\b((?:tests/)?addons/[\w/.]*)", text) if "NAME" not in path}
-    missing = {path for path in paths if not (folder / path.rstrip(".")).exists()}
-    tools = {path.stem.replace("_", "-") for path in (folder / "addons" / "tools").glob("[a-z]*.py")}
-    tools = {{"html-report": "report", "kill-storm": "storm"}.get(name, name) for name in tools}
-    missing |= {word for word in re.findall(r"\bmake ([a-z-]+)", text) if word in TOOLS - tools}
-    missing |= {
-        path for path in re.findall(r"`((?:configs|benchmarks)/\w+\.\w+)`", text) if not (folder / path).exists()
-    }
-    names = {"SAM": "techniques/sam", "EMA": "techniques/ema", "ZeRO": "backends/deepspeed", "LoRA": "adapters/peft"}
-    for word, addon in names.items():
-        if re.search(rf"\b{word}\b", readme) and not (folder / "addons" / f"{addon}.py").exists():
-            missing.add(word)
-    return missing
-
-
-def test_pages_of_the_copy_name_nothing_that_is_not_there(copy):
-    """The mutant: the pages of the template."""
+def test_pages_of_the_copy_are_about_the_copy(copy):
+    """Every file and target that its README.md names is there."""
     readme, agents = (copy / "README.md").read_text(), (copy / "AGENTS.md").read_text()
-    assert named_but_missing(copy, readme, agents) == set()
-    assert "make ledger" in agents  # it was copied
-    template = [(kit.REPOSITORY / name).read_text() for name in ("README.md", "AGENTS.md")]
-    if fork.all_addons() != [KEPT, "techniques/asam", "techniques/sam"]:
-        assert len(named_but_missing(copy, *template)) > 1
+    assert readme.startswith("# crane\n")
+    assert "Add-ons: techniques/asam, techniques/sam, tools/ledger.\n" in readme
+    files = re.findall(r"`([\w/]+(?:/|\.py))`|\]\(([^)]+)\)", readme)
+    missing = [name for pair in files for name in pair if name and not (copy / name).exists()]
+    assert missing == []
+    shown = subprocess.run(["make"], cwd=copy, capture_output=True, text=True, check=True).stdout
+    assert {*re.findall(r"\bmake ([a-z-]+)", readme)} - {"lists"} <= {*re.findall(r"^  ([a-z-]+)", shown, re.M)}
+    assert "\n> A copy of the template." in agents
     assert (copy / "CLAUDE.md").is_symlink()
     assert (copy / "CLAUDE.md").read_text() == agents
-    here, _, missing = (copy / "addons" / "README.md").read_text().partition("## In the template, not in this copy")
-    assert set(re.findall(r"^\| `(\w+/\w+)` \|", here, re.M)) == {KEPT, "techniques/asam", "techniques/sam"}
-    assert f"`{KEPT}`" not in missing
 
 
 def test_copy_without_addons_has_no_folder_for_them(tmp_path):
-    """All else of the pages stays: without add-ons to leave out, they are those of the template."""
     fork.fork(tmp_path / "copy", ["causal_lm"], [], "x")
     assert not (tmp_path / "copy" / "addons").exists()
     assert not (tmp_path / "copy" / "tests" / "addons").exists()
-    pages = [(tmp_path / "copy" / name).read_text() for name in ("README.md", "AGENTS.md")]
-    assert named_but_missing(tmp_path / "copy", *pages) == set()
-    assert "make smoke" in pages[0]
-    text = (kit.REPOSITORY / "AGENTS.md").read_text()
-    assert fork.without_missing(text, {*fork.files_of_checkout()}, set(), set()) == text
-
-
-def test_rest_of_a_paragraph_goes_with_its_first_line():
-    page = "# A\n\nSee `addons/x.py`\nand more.\n\n1. B\n   in addons/x.py.\n   C\n\n* `addons/x.py`\n  D\n* E\n\n```\nmake x\nmake y\n```\n"
-    left = "# A\n\n1. B\n   C\n\n* E\n\n```\nmake y\n```\n"
-    assert fork.without_missing(page, {"src/a.py"}, {"addons/x.py"}, {"x"}) == left
+    assert "Add-ons: none." in (tmp_path / "copy" / "README.md").read_text()
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------
@@ -126,19 +96,24 @@ def test_git_ignores_files_of_secrets(name):
     assert subprocess.run(["git", "check-ignore", "-q", name], cwd=kit.REPOSITORY).returncode == 0
 
 
-def test_tests_of_the_copy_pass(copy):
-    """The map, links and run files of the documents, the schema, and the checks of the core's tasks without training."""
-    words = ["tests/project/test_rooms.py", "tests/project/test_readme.py", "tests/engine/config/test_schema.py"]
-    words += ["tests/conformance/test_task.py"]
-    chosen = "rooms or run_files or links or linked or declare or eight or (text_classification and rows)"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", chosen, *words],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_edits_of_the_copy_are_red_in_no_test_of_files(copy, tmp_path):
+    """A new task, no docs/ and another README.md: the tests that look at files pass, and all are collected."""
+    edited = shutil.copytree(copy, tmp_path / "edited", symlinks=True)
+    (edited / "src" / "tasks" / "mine.py").write_text("from src.tasks.causal_lm import Options, Task\n")
+    shutil.copy(edited / "accelerate_configs" / "cpu.yaml", edited / "accelerate_configs" / "mine.yaml")
+    shutil.rmtree(edited / "docs")
+    (edited / "README.md").rename(edited / "readme.txt")
+    words = ["tests/engine/config/test_schema.py", "tests/engine/distributed/test_accelerate_configs.py"]
+    words += ["tests/engine/test_task_registry.py", "tests/conformance/test_task.py", "-k", "not rows and not train"]
+    for more in (["--collect-only"], words):
+        assert_pytest(edited, *more)
+
+
+def assert_pytest(folder, *words: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "pytest", "-q", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    assert done.returncode in (0, 5), done.stdout[-3000:]  # 5: all skipped
 
 
 @pytest.mark.parametrize("names", [["streaming"], ["data"], ["backends/deepspeed"], ["techniques/ema"]], ids=str)
@@ -146,10 +121,7 @@ def test_tests_of_a_copy_need_nothing_that_it_lacks(tmp_path, names):
     """They are collected, and no test of a whole room stays where the room has lost a part."""
     kit.need_addon(names[0])
     fork.fork(tmp_path / "copy", [], names, "x")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/addons"]
-    done = subprocess.run(words, cwd=tmp_path / "copy", capture_output=True, text=True, env=env)
-    assert done.returncode in (0, 5), done.stdout[-3000:]  # 5: all skipped
+    assert_pytest(tmp_path / "copy", "--collect-only", "tests/addons")
     assert not (tmp_path / "copy" / "tests/addons/techniques/test_technique_chain.py").exists()
 
 

@@ -8,17 +8,12 @@ import sys
 
 import pytest
 
-from engine.config.addons import missing_addon
 from engine.config.help_text import format_help
 from engine.config.paths import SCHEMA_FILE
-from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
 PROPERTIES = json.loads(SCHEMA_FILE.read_text())["properties"]
-needs_all_addons = pytest.mark.skipif(
-    not set(PROPERTIES["task"]["enum"]) <= OPTIONS.keys() or any(map(missing_addon, PROPERTIES)),
-    reason="configs/schema.json also has the fields of add-ons that are not here",
-)
+TASKS = PROPERTIES["task"]["enum"]  # of the last `make schema`
 
 
 def train(*words: str) -> tuple[str, str]:
@@ -27,12 +22,6 @@ def train(*words: str) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
-
-
-@needs_all_addons
-def test_file_is_what_the_fields_declare():
-    """If this fails, run `make schema`."""
-    assert train("--schema")[0] == SCHEMA_FILE.read_text()
 
 
 def test_withdrawn_value_is_not_offered():
@@ -60,7 +49,7 @@ def test_importing_the_package_reads_no_flags_and_prints_nothing(tmp_path):
     assert (done.stdout, done.stderr) == ("default_int_handler\n", "")
 
 
-@pytest.mark.parametrize("task", OPTIONS)
+@pytest.mark.parametrize("task", TASKS)
 def test_help_shows_every_field_once_with_one_default(task):
     schema = json.loads(SCHEMA_FILE.read_text())
     [options] = [r["then"]["properties"] for r in schema["allOf"] if r["if"]["properties"]["task"]["const"] == task]

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.models.compile_and_recompute import CompiledOnAccelerators
 from src.losses import chunked_cross_entropy
 from src.losses.chunked_cross_entropy import positions_of_targets
 from src.losses.cross_entropy import PLAIN, CrossEntropy
+from tests.helpers.losses import allocations, linear_sums
 
 VOCABULARY, FEATURES, CHUNK = 37, 11, 16  # 16 rows is the smallest chunk there is
 ALL_OPTIONS = CrossEntropy(label_smoothing_factor=0.2, z_loss=0.03, focal_gamma=0.5)
@@ -33,12 +33,6 @@ def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULAR
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < ignored] = -100
     return hidden, weight, offset, targets
-
-
-def linear_sums(hidden, weight, bias, targets, options=PLAIN, training=True):
-    """Return the sums of a linear head with these parameters."""
-    scored = chunked_cross_entropy.Scored(hidden, SimpleNamespace(weight=weight, bias=bias))
-    return chunked_cross_entropy.sums_from_scored(scored, targets, training, options)
 
 
 def ours(*arguments):
@@ -254,13 +248,6 @@ def test_a_first_call_that_lacks_memory_is_made_again():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 ROWS, WIDE = 1024, 4096
-
-
-def allocations(work) -> list[int]:
-    """Return the bytes of each allocation of `work`, negative where they are freed, from the allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    return [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
 
 
 def peak_memory(sizes: list[int]) -> int:

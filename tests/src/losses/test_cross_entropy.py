@@ -1,6 +1,5 @@
 """Options of the cross-entropy and R-Drop: equal to torch and to the formulas of the papers, and for every split."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,9 @@ from src.losses.chunked_cross_entropy import sums_from_logits
 from src.losses.cross_entropy import ClassCrossEntropy, CrossEntropy, r_drop_sums
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
+from tests.helpers.losses import TEXTS, check_balanced_weights, linear_sums
 from tests.src.losses import test_chunked_cross_entropy as chunked
-from tests.src.losses.test_chunked_cross_entropy import VOCABULARY, difference, linear_sums, make, plain
+from tests.src.losses.test_chunked_cross_entropy import VOCABULARY, difference, make, plain
 
 OPTIONS = {"label_smoothing_factor": 0.2, "z_loss": 0.03, "focal_gamma": 0.5}
 small_chunks = pytest.fixture(autouse=True)(chunked.small_chunks.__wrapped__)
@@ -96,29 +96,9 @@ def test_invalid_class_weights_are_named(weights):
         ClassCrossEntropy(class_weights=weights).set_classes(["a", "b"])
 
 
-TEXTS = ["a cat", "a red cat", "no fox", "a mat"]
-
-
 def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
     rows = [{"text": text, "label": text[0]} for text in TEXTS]
     check_balanced_weights(tmp_path, "text_classification", rows, [row["label"] for row in rows])
-
-
-def check_balanced_weights(tmp_path, task: str, rows: list[dict], given: list[str]) -> None:
-    """Assert that `class_weights: balanced` counts the labels `given` of the rows."""
-    kit.need_task(task)
-    opened, splits = kit.open_data(
-        task=task,
-        train_file=kit.write_jsonl(tmp_path / "rows.jsonl", rows),
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", recipes.BERT),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", [recipes.SENTENCE]),
-        class_weights="balanced",
-    )
-    counts = np.array([given.count(label) for label in opened.labels])
-    weights = [float(value) for value in opened.options.class_weights]
-    assert weights == pytest.approx(len(given) / (len(counts) * counts), rel=1e-15)
-    batch = opened.collate(splits["train"].rows(np.arange(4)), True)
-    assert batch.weight == pytest.approx(len(given), rel=1e-15)  # so the loss keeps its scale
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

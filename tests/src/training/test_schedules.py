@@ -7,6 +7,7 @@ from engine.config.addons import addon_names
 from engine.config.errors import UsageError
 from engine.config.schema import SCHEDULES, RunConfig
 from src.training.schedules import make_schedule
+from tests.helpers.schedules import rates
 
 TRANSFORMERS = [name for name in SCHEDULES if name not in addon_names("schedules")]
 
@@ -37,12 +38,6 @@ def test_warmup_as_a_fraction_of_all_steps():
 def test_arguments_that_transformers_would_ignore_are_refused():
     with pytest.raises(UsageError, match="lr_scheduler_kwargs"):
         make_schedule(RunConfig(lr_scheduler_type="constant", lr_scheduler_kwargs={"min_lr": 1}), 10)
-
-
-def rates(name: str, total: int = 40, warmup: int = 4, peak: float = 2.0, **kwargs) -> list[float]:
-    cfg = RunConfig(learning_rate=peak, lr_scheduler_type=name, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)
-    schedule = make_schedule(cfg, total)
-    return [schedule(update) for update in range(total)]
 
 
 @pytest.mark.parametrize("name", ["cosine", "warmup_stable_decay"])

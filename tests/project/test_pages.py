@@ -1,0 +1,46 @@
+"""Pages and files that list what the code has: scaling.md, tracking.md, support.md, configs/schema.json."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine.config.addons import missing_addon
+from engine.config.paths import SCHEMA_FILE
+from engine.task_registry import OPTIONS
+from tests.engine.config.test_schema import PROPERTIES
+from tests.helpers import kit
+
+DOCS = kit.REPOSITORY / "docs"
+HAS_ALL_ADDONS = set(PROPERTIES["task"]["enum"]) <= OPTIONS.keys() and not any(map(missing_addon, PROPERTIES))
+
+
+@pytest.mark.skipif(not HAS_ALL_ADDONS, reason="configs/schema.json also has the fields of add-ons that are not here")
+def test_schema_is_what_the_fields_declare():
+    """If this fails, run `make schema`."""
+    command = [sys.executable, "train.py", "--schema"]
+    done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == SCHEMA_FILE.read_text()
+
+
+def test_page_of_support_is_that_of_the_lists():
+    """Without some add-ons, it has fewer lines."""
+    kit.need_addon("techniques")
+    from benchmarks import support
+
+    missing = {*support.page().splitlines()} - {*support.PAGE.read_text().splitlines()}
+    assert not missing, "run benchmarks/support.py"
+
+
+def test_guide_names_every_accelerate_file():
+    names = {path.stem for path in (kit.REPOSITORY / "accelerate_configs").glob("*.yaml")}
+    assert set(re.findall(r"`(\w+)\.yaml`", (DOCS / "scaling.md").read_text())) == names
+
+
+def test_keys_of_train_lines_are_documented(tiny, tmp_path):
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**tiny, max_steps=1, logging_steps=1))
+    page = (DOCS / "tracking.md").read_text()
+    documented = {key for row in re.findall(r"^\| (`.*?) \|", page, re.M) for key in re.findall(r"`(\w+)`", row)}
+    of_devices = {"graphs", "tflops", "mfu", "gpu_memory_gib"}
+    assert run.kind("train")[0].keys() - {"kind", "step"} == documented - of_devices
