@@ -61,6 +61,19 @@ def errors_of(*what: object) -> Iterator[None]:
         raise UsageError(": ".join([*map(str, what), reason_of(error)])) from error
 
 
+@contextmanager
+def may_be_removed(what: str) -> Iterator[None]:
+    """Within, a missing module of the engine becomes a UsageError: docs/forking.md says that a copy may remove `what`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if not name.startswith("engine."):
+            raise
+        file = name.replace(".", "/") + ".py"
+        raise UsageError(f"{what}: this copy has removed {file}: restore it, or do without {what}") from None
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return '; did you mean X?' for the nearest of `names`, or an empty string."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config.addons import addon_names, first_answer, load_addon
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, may_be_removed
 from engine.config.schema import RunConfig
 from engine.distributed import backend_checks, optimizer_state
 from engine.distributed.host_group import HostGroup
@@ -34,7 +34,8 @@ def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
     mesh = accelerator.parallelism_config
     splits_layers = mesh is not None and mesh.tp_size > 1
     if kind == "FSDP" and not splits_layers:
-        from engine.distributed.fsdp2 import FSDP2 as chosen
+        with may_be_removed("FSDP2"):
+            from engine.distributed.fsdp2 import FSDP2 as chosen
     elif (kind in WITHOUT_SHARDS or kind.startswith("MULTI_")) and not splits_layers:
         chosen = Backend
     else:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UsageError
-from engine.text.chat import encode_chat
+from engine.config.errors import UsageError, may_be_removed
 from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
 from engine.text.tokenize_and_pack import (
     IGNORED,
@@ -154,6 +153,8 @@ class Encoder:
         return [*ids, eos], np.append(sizes, 0)
 
     def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        with may_be_removed("chats"):
+            from engine.text.chat import encode_chat
         tools = batch.get("tools") or [None] * len(locations)
         for chat in zip(batch["messages"], locations, tools, strict=True):
             yield Document(*encode_chat(self.tokenizer, *chat, self.structs))

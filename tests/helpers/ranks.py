@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing
 import yaml
@@ -67,7 +68,10 @@ def where(name: str, world: int, **keys) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    values = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{name}.yaml").read_text())
+    file = REPOSITORY / "accelerate_configs" / f"{name}.yaml"
+    if not file.exists():
+        pytest.skip(f"this copy has no accelerate_configs/{name}.yaml")
+    values = yaml.safe_load(file.read_text())
     for key, value in keys.items():
         inside = [part for part in values.values() if isinstance(part, dict) and key in part]
         (inside[0] if inside else values)[key] = value

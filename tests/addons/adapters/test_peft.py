@@ -13,7 +13,6 @@ from engine.checkpointing import model_folder
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.distributed import fsdp2
 from engine.loop.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
@@ -372,10 +371,12 @@ def test_adapter_of_a_head_of_its_own_under_fsdp2(tmp_path, own_head):
 
 def test_mutant_ranks_that_learn_of_the_head_after_the_injection(tmp_path, own_head, monkeypatch):
     """The error of one rank ends both."""
+    argv, env = [*kit.flags(**own_head), "--output_dir", "run"], kit.where("fsdp2", 2, mixed_precision="no")
+    from engine.distributed import fsdp2
+
     alike = fsdp2.make_alike
     later = lambda model, wanted: "base_names" in vars(model) and alike(model, wanted)  # noqa: E731
     monkeypatch.setattr(fsdp2, "make_alike", later)
-    argv, env = [*kit.flags(**own_head), "--output_dir", "run"], kit.where("fsdp2", 2, mixed_precision="no")
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env)
     assert codes == [2, 2], outputs
     assert "are one weight" in outputs[0].rstrip().splitlines()[-1]

@@ -18,7 +18,6 @@ from tests.helpers import kit
 
 EMA = {"ema": {"decay": 0.9, "final": True}}
 BEST = {"metric_for_best_model": "ema/loss", "greater_is_better": True}  # so that the first evaluation is the best
-SHARDED = kit.where("fsdp2", 2, mixed_precision="no")
 
 
 def at_step(number: int) -> Path:
@@ -79,9 +78,10 @@ def test_shards_are_averaged_evaluated_and_written(tiny, tmp_path, reshard):
 
 
 def test_mutant_that_keeps_gathered_weights_is_caught(tiny, tmp_path, monkeypatch):
+    env = kit.where("fsdp2", 2, mixed_precision="no")
     monkeypatch.setattr(_chain, "reshard", lambda model: None)
     with pytest.raises((AssertionError, KeyError)):
-        check_final(kit.run_training(2, tmp_path / "run", *flags(tiny), env=SHARDED, units=1), 6, SHARDED, (2,))
+        check_final(kit.run_training(2, tmp_path / "run", *flags(tiny), env=env, units=1), 6, env, (2,))
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from engine.config.errors import UsageError
-from engine.distributed import fsdp2
 from engine.distributed.model_structure import make_alike, structure_of
 from engine.models.build_model import correct_tied_setting
 from src.tasks import causal_lm
@@ -116,9 +115,9 @@ def test_a_head_of_its_own_gives_the_numbers_of_one_process(files, untied, tmp_p
 
 @pytest.mark.cluster
 def test_mutant_ranks_that_tie_by_the_configuration_are_caught(files, untied, tmp_path, monkeypatch):
-    monkeypatch.setattr(fsdp2, "make_alike", lambda model, structure: None)
-    argv = [*flags(files, untied), "--ddp_timeout", "10", "--output_dir", "run"]
-    codes, _ = kit.run_command("train.py", *argv, folder=tmp_path, world=2, env=where("fsdp2", 2))
+    argv, env = [*flags(files, untied), "--ddp_timeout", "10", "--output_dir", "run"], where("fsdp2", 2)
+    monkeypatch.setattr("engine.distributed.fsdp2.make_alike", lambda model, structure: None)
+    codes, _ = kit.run_command("train.py", *argv, folder=tmp_path, world=2, env=env)
     assert 0 not in codes
 
 

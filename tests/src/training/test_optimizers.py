@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from engine.config import addons, optimizer_class
 from engine.config.errors import UsageError
 from engine.config.schema import RunConfig
-from engine.distributed import backends, fsdp2, optimizer_state
+from engine.distributed import backends, optimizer_state
 from engine.distributed.backend_checks import check_model
 from engine.loop.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
@@ -259,11 +259,12 @@ def test_mutant_each_rank_keeps_its_own_first_state(tmp_path, early, monkeypatch
             return value
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    monkeypatch.setattr(fsdp2.EarlyState, "like", like)
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    monkeypatch.setattr("engine.distributed.fsdp2.EarlyState.like", like)
     one, two = tmp_path / "one", tmp_path / "two"
     fields = early | {"optim": "anchored"}
     alone = technique_runs.train(one, fields, 1, 4)
-    sharded = technique_runs.train(two, fields, 2, 4, env=kit.where("fsdp2", 2, mixed_precision="no"), units=1)
+    sharded = technique_runs.train(two, fields, 2, 4, env=env, units=1)
     assert kit.distance(sharded.weights, alone.weights) > 1e-3
 
 
