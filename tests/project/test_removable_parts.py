@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from engine.config.errors import UsageError, may_be_removed
 from tests.helpers import kit
 
 PAGE = (kit.REPOSITORY / "docs" / "forking.md").read_text()
@@ -54,32 +56,51 @@ def numbers(folder: Path, tiny: dict, out: Path) -> list[dict]:
     return kit.timeless(out)
 
 
-@pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory) -> list[dict]:
-    return numbers(kit.REPOSITORY, tiny, tmp_path_factory.mktemp("whole") / "run")
-
-
 @pytest.mark.cluster
-@pytest.mark.parametrize("part", [*ROWS, "everything"])
-def test_template_works_without(tmp_path, tiny, whole, part):
+def test_template_works_without_all_of_them(tmp_path, tiny):
+    """The numbers are those of the whole template."""
     folder = copy_of_template(tmp_path / "copy")
-    for name, cell in ROWS.items():
-        if part in (name, "everything"):
-            remove(folder, cell)
+    for cell in ROWS.values():
+        remove(folder, cell)
+    whole = numbers(kit.REPOSITORY, tiny, tmp_path / "whole")
     assert numbers(folder, tiny, tmp_path / "run") == whole
     run(folder, "-m", "ruff", "check", ".")
     run(folder, "-m", "pytest", "--collect-only", "-q", "tests")
 
 
-def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
+CODE = {
+    name: cell for name, cell in ROWS.items() if re.search(r"`(engine|src|addons|accelerate_configs|cluster)/", cell)
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", CODE)
+def test_rest_is_imported_without_one_of_them(tmp_path, name):
     folder = copy_of_template(tmp_path / "copy")
-    for name, cell in ROWS.items():
-        if "chats" in name:
-            remove(folder, cell)
-    kit.write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
-    data = {"train_file": tmp_path / "chats.jsonl", "validation_file": None}
-    flags = kit.flags(**{name: value for name, value in (tiny | data).items() if value is not None})
-    command = [sys.executable, "train.py", *flags, "--output_dir", tmp_path / "run"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    remove(folder, CODE[name])
+    run(folder, "-m", "pytest", "--collect-only", "-q", "tests")
+
+
+def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
+    """A run on chats without their code."""
+    folder = copy_of_template(tmp_path / "copy")
+    [cell] = [cell for name, cell in ROWS.items() if name.startswith("chats")]
+    template = (folder / "configs" / "chatml.jinja").rename(tmp_path / "chatml.jinja")
+    remove(folder, cell.replace(", `configs/chatml.jinja`", ""))
+    chats = kit.write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
+    values = tiny | {"train_file": chats, "tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b"])}
+    values |= {"model_config": kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA), "chat_template": template}
+    flags = kit.flags(**values, output_dir=tmp_path / "run")
+    done = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "chats: this copy has removed engine/text/chat.py: restore it" in done.stderr
+
+
+def test_only_missing_files_of_the_engine_count_as_removed():
+    with (
+        pytest.raises(UsageError, match=r"^FSDP2: this copy has removed engine/distributed/gone\.py"),
+        may_be_removed("FSDP2"),
+    ):
+        import_module("engine.distributed.gone")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"), may_be_removed("FSDP2"):
+        import_module("no_such_library")

@@ -245,6 +245,20 @@ def test_lock_of_a_copy_with_packages_of_its_own_stays(delivered, template, tmp_
     assert (delivered / "uv.lock").read_text() == "mine\n"
 
 
+def test_addons_that_make_fork_left_out_stay_away(delivered, template):
+    """Its MANIFEST does not list them; those of a copy by "Use this template" it does."""
+    names = {"addons/tools/other.py", "addons/schedules/far.py", "tests/addons/schedules/test_far.py"}
+    for written_by_fork in (False, True):
+        copy = shutil.copytree(delivered, delivered.parent / str(written_by_fork))
+        if written_by_fork:
+            manifest.write_manifest(copy)
+            commit(copy)
+        changes = update.update(copy, str(template), "v1.2.0")
+        assert changes.conflicts == changes.away == []
+        assert not [name for name in names if (copy / name).exists()]
+        assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
+
+
 # ---- where FROM is -----------------------------------------------------------------------------------------------------
 
 
