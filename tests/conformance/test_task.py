@@ -68,12 +68,15 @@ def whole(flags, opened, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
-def test_every_task_has_a_recipe():
+def tasks_without_recipe() -> set[str]:
     tasks = {name for name, module in MODULES.items() if module.startswith("src.")}
-    missing = tasks - {recipe.__name__ for recipe in recipes.RECIPES}
-    assert not missing, (
-        f"tests/conformance/recipes.py has no recipe for {missing}: add a function, and its name to RECIPES"
-    )
+    return tasks - {recipe.__name__ for recipe in recipes.RECIPES}
+
+
+def test_every_task_has_a_recipe():
+    """A copy may add a task first. In the template, tests/project/test_pages.py demands it."""
+    if missing := tasks_without_recipe():
+        pytest.skip(f"not checked, because tests/conformance/recipes.py has no recipe: {', '.join(sorted(missing))}")
 
 
 def test_evaluation_is_a_function_of_the_rows(opened):

@@ -1,4 +1,4 @@
-"""Pages and files that list what the code has: scaling.md, tracking.md, support.md, configs/schema.json."""
+"""What lists the code: scaling.md, tracking.md, support.md, configs/schema.json, the recipes of tasks."""
 
 import re
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from engine.config.addons import missing_addon
 from engine.config.paths import SCHEMA_FILE
 from engine.task_registry import OPTIONS
+from tests.conformance import test_task
 from tests.engine.config.test_schema import PROPERTIES
 from tests.helpers import kit
 
@@ -31,6 +32,14 @@ def test_page_of_support_is_that_of_the_lists():
 
     missing = {*support.page().splitlines()} - {*support.PAGE.read_text().splitlines()}
     assert not missing, "run benchmarks/support.py"
+
+
+def test_every_task_has_a_recipe():
+    assert test_task.tasks_without_recipe() == set(), "add a function, and its name to RECIPES"
+    kit.need_addon("tasks")
+    from tests.addons.tasks import test_conformance
+
+    assert test_conformance.tasks_without_recipe() == set(), "add a function, and its name to RECIPES"
 
 
 def test_guide_names_every_accelerate_file():

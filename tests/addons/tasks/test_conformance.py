@@ -26,8 +26,11 @@ def flags(request, tmp_path_factory):
     return make_flags(request.param, tmp_path_factory.mktemp(request.param.__name__))
 
 
+def tasks_without_recipe() -> set[str]:
+    return set(addon_names("tasks")) - {recipe.__name__ for recipe in recipes.RECIPES}
+
+
 def test_every_task_has_a_recipe():
-    missing = set(addon_names("tasks")) - {recipe.__name__ for recipe in recipes.RECIPES}
-    assert not missing, (
-        f"tests/addons/tasks/recipes.py has no recipe for {missing}: add a function, and its name to RECIPES"
-    )
+    """A copy may add a task first. In the template, tests/project/test_pages.py demands it."""
+    if missing := tasks_without_recipe():
+        pytest.skip(f"not checked, because tests/addons/tasks/recipes.py has no recipe: {', '.join(sorted(missing))}")
