@@ -206,28 +206,27 @@ def merge(changes: Changes, name: str, ours: bytes, theirs: bytes, base: bytes |
         changes.conflicts += [f"{name}: {line}" for line in conflicts]
     elif name == LOCK:
         changes.conflicts.append(f"{LOCK}: you have edited it; your file stays: run make lock, or uv lock")
-    elif base is None:
-        changes.texts[f"{name}.new"] = theirs
-        why = "both of you have it, but its text as delivered is not in FROM's history"
-        changes.conflicts.append(f"{name}: {why}; your file stays, the new one is {name}.new")
-    else:
-        text, is_clean = merge_texts(ours, base, theirs)
-        changes.texts[name] = text
+    elif merged := merge_texts(ours, base, theirs):
+        changes.texts[name], conflicts = merged
         changes.merged.append(name)
-        if not is_clean:
+        if conflicts:
             changes.conflicts.append(f"{name}: both of you have changed the same lines; look for <<<<<<< in it")
+    else:
+        changes.texts[f"{name}.new"] = theirs
+        why = "both of you have changed it, and its text as delivered is in neither history"
+        changes.conflicts.append(f"{name}: {why}; your file stays, the new one is {name}.new")
 
 
-def merge_texts(ours: bytes, base: bytes, theirs: bytes) -> tuple[bytes, bool]:
-    """Return the text that `git merge-file` makes, and whether it has no conflict."""
+def merge_texts(ours: bytes, base: bytes | None, theirs: bytes) -> tuple[bytes, int] | None:
+    """Return the text that `git merge-file` makes, and its number of conflicts; None if it cannot, as without `base`."""
+    if base is None:
+        return None
     with tempfile.TemporaryDirectory() as folder:
         for name, text in (("ours", ours), ("base", base), ("theirs", theirs)):
             (Path(folder) / name).write_bytes(text)
         labels = ["-L", "this copy", "-L", "as delivered", "-L", "new version"]
         done = git(Path(folder), "merge-file", "-p", *labels, "ours", "base", "theirs")
-    if done.returncode > 127:  # below, it is the number of conflicts
-        return ours, False
-    return done.stdout, done.returncode == 0
+    return (done.stdout, done.returncode) if done.returncode <= 127 else None
 
 
 def merge_pins(ours: str, theirs: str, base: str | None) -> tuple[str, list[str], list[str]]:
@@ -235,7 +234,7 @@ def merge_pins(ours: str, theirs: str, base: str | None) -> tuple[str, list[str]
 
     Pins that the copy has added, changed alone or removed stay so. Without `base`, the new pins count."""
     new, own = dict(PIN.findall(theirs)), dict(PIN.findall(ours))
-    old = dict(PIN.findall(base)) if base is not None else own
+    old = dict(PIN.findall(base)) if base is not None else {name: own[name] for name in own if name in new}
     versions, lines, conflicts = dict(own), [], []
     for name in [*old, *(each for each in new if each not in old)]:
         mine, wanted, known = own.get(name), new.get(name), old.get(name)
@@ -243,7 +242,7 @@ def merge_pins(ours: str, theirs: str, base: str | None) -> tuple[str, list[str]
             continue
         if mine == known:
             versions[name] = wanted
-            lines.append(f"{name} {mine or 'added:'} -> {wanted or 'removed'}".replace("added: ->", "added:"))
+            lines.append(f"{name} {mine or 'new'} -> {wanted or 'removed'}")
         elif mine is None:
             continue  # the copy has removed it
         else:
@@ -255,9 +254,12 @@ def merge_pins(ours: str, theirs: str, base: str | None) -> tuple[str, list[str]
             kept.append(line)
         elif versions[pin[1]]:
             kept.append(line.replace(f"=={pin[2]}", f"=={versions[pin[1]]}", 1))
-    added = [line for line in theirs.splitlines(keepends=True) if (pin := PIN.match(line)) and pin[1] in versions]
-    kept += [line for line in added if line.split("==")[0] not in own]
-    return "".join(kept), lines, conflicts
+    text = "".join(kept)
+    for line in theirs.splitlines():
+        pin = PIN.match(line)
+        if pin and pin[1] in versions and pin[1] not in own:
+            text = f"{text.rstrip()}\n{line}\n"
+    return text, lines, conflicts
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ NAMES = [
     "engine",
     "configs",
     "requirements.txt",
-    "Makefile",
+    "pyproject.toml",
     "tests/helpers",
     "tests/src",
 ]
@@ -91,6 +91,7 @@ def template(tmp_path_factory) -> Path:
     (folder / MERGED).write_text((folder / MERGED).read_text() + "\n\nNEW_CONSTANT = 1\n")
     change(folder, CLASHING, first_line(folder, CLASHING), first_line(folder, CLASHING) + " The template's words.")
     change(folder, "engine/startup.py", "\n", "\n# A comment of the new version.\n")
+    change(folder, "pyproject.toml", "filelock>=", "filelock>=9")
     change(folder, "requirements.txt", "torch==", "torch==9.")
     change(folder, "requirements.txt", "filelock==", "newly_needed==1.0\nfilelock==")
     manifest.write_manifest(folder)
@@ -118,6 +119,7 @@ def copy(delivered) -> Path:
     change(delivered, "src/tasks/causal_lm.py", first_line(delivered, "src/tasks/causal_lm.py"), '"""My task."""')
     change(delivered, MERGED, first_line(delivered, MERGED), '"""My words."""')
     change(delivered, CLASHING, first_line(delivered, CLASHING), '"""My words."""')
+    change(delivered, "pyproject.toml", 'name = "', 'name = "my-')
     change(delivered, "requirements.txt", "filelock==", "mine==2.0\nfilelock==")
     own = {"src/tasks/mine.py": "from src.tasks.causal_lm import Options, Task\n", "engine/mine.py": "MINE = 1\n"}
     own |= {"addons/tools/mine.py": "", "notes.md": "mine\n", "engine/storage/gone_too.py": '"""Mine."""\n'}
@@ -133,9 +135,7 @@ def untouched(folder: Path) -> dict[str, bytes]:
         name for name in names if not name.startswith(("engine/", "tests/engine", "addons/tools/kept", "tests/addons"))
     ]
     ours += ["engine/mine.py", "engine/storage/gone_too.py"]
-    return {
-        name: (folder / name).read_bytes() for name in ours if not name.startswith(("requirements", "configs/schema"))
-    }
+    return {name: (folder / name).read_bytes() for name in ours if not name.startswith(("requirements", "pyproject"))}
 
 
 def check_own_work_stays(folder: Path, before: dict[str, bytes]) -> None:
@@ -164,7 +164,10 @@ def test_engine_is_new_and_own_files_stay_to_the_byte(copy, template, capsys):
     assert changes.deleted == [GONE]
     assert not (copy / GONE).exists()
     assert (copy / MERGED).read_text().endswith("NEW_CONSTANT = 1\n")
-    assert changes.merged == [MERGED, CLASHING]
+    assert changes.merged == [MERGED, CLASHING, "pyproject.toml"]
+    project = (copy / "pyproject.toml").read_text()
+    assert 'name = "my-' in project
+    assert "filelock>=9" in project
     assert changes.own == ["engine/mine.py"]
     assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
     assert not list(copy.glob("addons/schedules/*")) + list(copy.glob("addons/tools/other.py"))
@@ -221,7 +224,10 @@ def test_pins_that_a_copy_changed_or_removed_stay_so():
     assert lines == ["a 1 -> 2"]
     assert conflicts == ["your d==1.5 stays, the new version has 2"]
     assert update.merge_pins("a==1\nb==1\n", "a==1\n", "a==1\nb==1\n")[0] == "a==1\n"
-    assert update.merge_pins("a==1\n", "a==2\nb==1\n", None)[0] == "a==2\nb==1\n"
+    text, lines, conflicts = update.merge_pins("a==1\nmine==1", "a==2\nb==1  # why\n", None)
+    assert text == "a==2\nmine==1\nb==1  # why\n"
+    assert lines == ["a 1 -> 2", "b new -> 1"]
+    assert conflicts == []
 
 
 def test_files_that_the_copy_deleted_stay_away(delivered, template, capsys):
@@ -281,7 +287,7 @@ def test_history_of_the_template_has_the_text_as_delivered(copy, template):
     shutil.rmtree(copy / ".git")
     git(copy, "init", "-q")
     commit(copy)
-    assert update.update(copy, f"file://{template}", "main").merged == [MERGED, CLASHING]
+    assert update.update(copy, f"file://{template}", "main").merged == [MERGED, CLASHING, "pyproject.toml"]
 
 
 def test_folder_is_taken_as_it_stands(delivered, template, tmp_path):
