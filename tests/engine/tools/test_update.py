@@ -88,7 +88,8 @@ def template(tmp_path_factory) -> Path:
     new |= {"engine/storage/gone_too.py": None, "engine/loop/fresh.py": '"""Fresh."""\n'}
     new |= {"tests/addons/tools/test_kept.py": "# new\n", "engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
     put(folder, new)
-    (folder / MERGED).write_text((folder / MERGED).read_text() + "\n\nNEW_CONSTANT = 1\n")
+    for name in (MERGED, "train.py", "eval.py", "src/tasks/causal_lm.py"):
+        (folder / name).write_text((folder / name).read_text() + "\n\nNEW_CONSTANT = 1\n")
     change(folder, CLASHING, first_line(folder, CLASHING), first_line(folder, CLASHING) + " The template's words.")
     change(folder, "engine/startup.py", "\n", "\n# A comment of the new version.\n")
     change(folder, "pyproject.toml", "filelock>=", "filelock>=9")
