@@ -254,6 +254,6 @@ ALLOCATION = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned
 @pytest.mark.parametrize("name, printed", [("OTHER", ALLOCATION), ("PYTORCH_CUDA_ALLOC_CONF", "None")])
 def test_memory_of_a_gpu_is_expandable_unless_the_user_decides(name, printed):
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {name: "x:1"}
-    command = [sys.executable, "-c", "import src, os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
+    command = [sys.executable, "-c", "import engine.startup, os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"]
     done = subprocess.run(command, env=environment, cwd=kit.REPOSITORY, capture_output=True, text=True)
     assert done.stdout.strip() == printed, done.stderr
