@@ -42,7 +42,7 @@ def test_help_is_shown_without_slow_imports():
 def test_importing_the_package_reads_no_flags_and_prints_nothing(tmp_path):
     """Also by a program of the name of ours: only `src.begin` shows --help and ends the process at Ctrl-C."""
     program = tmp_path / "train.py"
-    program.write_text("import signal\nimport src\nprint(signal.getsignal(signal.SIGINT).__name__)\n")
+    program.write_text("import signal\nimport engine.startup\nprint(signal.getsignal(signal.SIGINT).__name__)\n")
     command = [sys.executable, program, "--help"]
     environment = os.environ | {"PYTHONPATH": str(kit.REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
