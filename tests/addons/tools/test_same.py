@@ -14,7 +14,7 @@ def git(folder, *words):
 
 def test_changed_number_is_reported(tmp_path):
     copy = tmp_path / "copy"
-    names = ["train.py", "src", "addons", "configs"]
+    names = ["train.py", "engine", "src", "addons", "configs"]
     copy.mkdir()
     subprocess.run(["cp", "-r", *names, str(copy)], cwd=kit.REPOSITORY, check=True)
     git(copy, "init", "-q")
