@@ -1,6 +1,6 @@
 """Console output: complete lines with the time, and the log file of each rank.
 
-Edit the printed lines here. Tests: tests/engine/process/test_console.py.
+Tests: tests/engine/process/test_console.py.
 """
 
 import logging

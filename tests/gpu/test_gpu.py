@@ -311,9 +311,7 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
 
 def test_memory_is_allocated_in_expandable_segments():
     """Rows of many lengths would leave gaps in others. tests/src/test_step.py: unless the user decides."""
-    program = (
-        "import engine.startup, torch; torch.zeros(1, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
-    )
+    program = "import engine.startup, torch; torch.zeros(1, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
     environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=kit.REPOSITORY, capture_output=True, text=True)

@@ -89,13 +89,14 @@ def target_rows(batch):
 
 
 def packed_and_alone(folder, model, attention, packing, change=None) -> float:
-    """Return the deviation of the task's loss and gradient from the documents alone; `change` edits the model's input."""
+    """Return the deviation of the task's loss and gradient from those of the documents alone; `change` edits the model's
+    input."""
     asked = {"attn_implementation": attention} if attention else {}
     task, splits = open_data(folder, model=model, dtype="float64", packing=packing, **asked)
-    rows, network, documents = kit.all_rows(splits["train"]), task.build().train(), []
-    for row in rows:
-        ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
-        documents += [torch.tensor(d).long() for d in np.split(row["input_ids"], ends[:-1])]
+    alone, documents = open_data(folder, model=model, dtype="float64", packing=False, **asked)
+    rows, documents = kit.all_rows(splits["train"]), kit.all_rows(documents["train"])
+    network = task.build().train()
+    alone.build()
     assert len(documents) == 90
     assert (len(rows) < 60) == packing
 
@@ -105,9 +106,7 @@ def packed_and_alone(folder, model, attention, packing, change=None) -> float:
         network.zero_grad()
         return sum(losses), gradient
 
-    expected, reference = summed(
-        F.cross_entropy(network(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in documents
-    )
+    expected, reference = summed(alone.loss(network, alone.collate([row], True).inputs)["loss"] for row in documents)
     if change is not None:
         forward = network.base_model.forward
         network.base_model.forward = lambda **inputs: forward(**inputs | change(inputs))
