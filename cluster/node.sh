@@ -29,6 +29,8 @@ fi
 # launcher that got the signal itself would kill its processes half a minute later.
 mkdir -p "$OUT"
 rm -f "$OUT/status.json" # of the attempt before
+# So is an empty `stop` that came too late for it: a run looks between two steps. One with a step is a user's.
+if ((rank == 0)) && [[ ! -s $OUT/stop ]]; then rm -f "$OUT/stop"; fi
 trap 'touch "$OUT/stop"' TERM INT USR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise ranks of a restart connect to addresses of the previous attempt
 setsid accelerate launch --quiet --config_file "${ACCELERATE:-accelerate_configs/$file.yaml}" --num_processes "$total" \
