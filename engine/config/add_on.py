@@ -1,8 +1,8 @@
-"""Add-on: what one with fields of its own may do; methods that do nothing, called by name throughout src/.
+"""Add-on: what one with fields of its own may do; methods that do nothing, called by name throughout engine/ and src/.
 
 An add-on derives one class from AddOn in a file of addons/, as a frozen dataclass: its fields, each declared by
 `option(...)`, are fields of the run file. The core makes an instance with the values of the run file, and calls its
-methods, if one of the fields has another value than its default. Tests: tests/engine/config/test_addons.py.
+methods, if one of the fields has another value than its default. Tests: tests/project/test_without_addons.py.
 """
 
 from collections.abc import Callable, Iterable

@@ -145,7 +145,7 @@ class Split:
         return (pc.list_flatten(values) if pa.types.is_nested(values.type) else values).to_numpy()
 
 
-# ---- statistics: add your own here ------------------------------------------------------------------------------------
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
 def format_stats(stats: dict, unit: str = "tokens") -> str:

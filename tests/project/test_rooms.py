@@ -144,6 +144,24 @@ def test_linked_tests_exist(page):
     assert not missing, f"{page.name} links to tests that do not exist (renamed? fix the link): {missing}"
 
 
+def named_tests(text: str) -> set[str]:
+    """Return the files and folders of tests that code names, as in `Tests: tests/room/test_x.py`."""
+    return {name.rstrip("/.") for name in re.findall(r"(?<![\w/`\"])tests/[a-z][\w/.]*", text)}
+
+
+@pytest.mark.parametrize("room", [*HOUSES, "addons", "samples", "cluster", "train.py", "eval.py"])
+def test_tests_that_code_names_exist(room):
+    """In docstrings and comments. Of an add-on, its tests may be gone with another one."""
+    place = kit.REPOSITORY / room
+    files = [path for path in [place, *place.rglob("*")] if path.suffix in (".py", ".sh", ".sbatch", ".yaml", ".yml")]
+    named = {(path, name) for path in files for name in named_tests(path.read_text())}
+    missing = {
+        f"{path.relative_to(kit.REPOSITORY)}: {name}" for path, name in named if not (kit.REPOSITORY / name).exists()
+    }
+    assert not missing or (room == "addons" and not has_all_addons())
+    assert named_tests("Tests: tests/room/test_x.py, tests/room/.") == {"tests/room/test_x.py", "tests/room"}
+
+
 def test_every_guarantee_links_to_a_test():
     page = (kit.REPOSITORY / "docs" / "project" / "guarantees.md").read_text()
     tables = re.findall(r"^\| guarantee \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)

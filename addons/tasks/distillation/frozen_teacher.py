@@ -34,7 +34,7 @@ HASH = "xxh3:"  # begins the version of a local folder: the hash of its files
 class StudentAndTeacher(torch.nn.Module):
     """A trained and a frozen model in one module, so that every backend shards and places both alike.
 
-    The teacher has no gradients, no optimizer state and no dropout, also in training mode. Where src/ asks a model for
+    The teacher has no gradients, no optimizer state and no dropout, also in training mode. Where the core asks a model for
     its layers or embeddings, the student answers."""
 
     def __init__(self, student: torch.nn.Module, teacher: torch.nn.Module):
