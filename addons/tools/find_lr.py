@@ -30,6 +30,7 @@ from engine.config.fields import AS_GIVEN, declared_options, option, read_words
 from engine.data import dataset
 from engine.distributed import stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.process import run_lock
 from engine.process.exit_codes import run_main
 from engine.storage import atomic_folder, jsonl
 from engine.storage.jsonl import strict_json
@@ -121,7 +122,7 @@ def main(argv: list[str]) -> None:
         if is_main:
             report(test, result(test, *read(folder)), given)
     finally:
-        if is_main:
+        if is_main and run_lock.is_mine(folder):  # another test may be running there
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     """Lock the run folder until this process ends.
 
     Raise UsageError if another process holds the lock for `patience` seconds. Warn if the file system has no locks."""
-    if folder.absolute() in _locks:
+    if is_mine(folder):
         return
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -33,6 +33,11 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     except OSError as error:
         warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
     _locks[folder.absolute()] = lock
+
+
+def is_mine(folder: Path) -> bool:
+    """Return whether this process has locked the run folder."""
+    return folder.absolute() in _locks
 
 
 def _acquire(lock: FileLock, folder: Path, patience: float) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401 (before ranks are forked: it takes a second)
@@ -14,6 +15,7 @@ import train
 from addons.schedules.range_test import factor
 from addons.tools import find_lr
 from addons.tools.find_lr import RangeTest, Result, result
+from engine.process import run_lock
 from tests.helpers import kit, technique_runs
 
 # ---- what losses suggest -----------------------------------------------------------------------------------------------
@@ -138,12 +140,17 @@ def test_test_ends_where_the_loss_diverges_and_saves_nothing(tmp_path, fields):
     assert find(tmp_path / "two", fields, 2)["learning_rate"] == curve["learning_rate"]
 
 
-def test_stopped_test_leaves_nothing_behind(tmp_path, fields):
-    """On one of two processes, by the file `stop`; the lowest rates do not diverge before."""
+def test_stopped_test_leaves_nothing_behind(tmp_path, fields, monkeypatch):
+    """On one of two processes, by the file `stop`; the lowest rates do not diverge before. A second test is refused, and
+    leaves the folder of the first one alone."""
     fields |= {"updates": 5000, "start_lr": 1e-9, "end_lr": 1e-8}
     folder = Path(f"{fields['output_dir']}_find_lr")
     ranks = kit.Ranks("addons/tools/find_lr.py", *kit.flags(**fields), folder=tmp_path / "here", world=2)
     kit.until(lambda: kit.last_step(folder) > 3)
+    monkeypatch.setattr(run_lock, "lock_run_folder", partial(run_lock.lock_run_folder, patience=0.5))
+    second = kit.Ranks("addons/tools/find_lr.py", *kit.flags(**fields), folder=tmp_path / "second")
+    assert second.wait() == [2], second.text()
+    assert "another process trains in" in second.text()
     (folder / "stop").touch()
     assert ranks.wait() == [75, 75], ranks.text()
     assert "the range test has no result" in ranks.text()
