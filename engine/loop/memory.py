@@ -24,7 +24,8 @@ def optimizer_moments(cfg: RunConfig) -> int:
     """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
     _, addon = find_optimizer(cfg.optim)
     values = {"sgd": 1, "adafactor": 0} | getattr(addon, "STATE_PER_WEIGHT", {})
-    return values.get(normalized(cfg.optim), 2)
+    name = cfg.optim.rpartition("/")[2]  # of FILE/NAME
+    return values.get(normalized(name), 2)
 
 
 def describe_memory(

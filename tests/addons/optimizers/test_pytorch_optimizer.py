@@ -24,7 +24,7 @@ def test_names_of_the_package_are_found(package):
     assert find_optimizer("lion")[0] is package.Lion
     assert find_optimizer("pytorch_optimizer/nadam")[0] is package.NAdam
     assert find_optimizer("nadam") == (torch.optim.NAdam, None)
-    assert optimizer_moments(RunConfig(optim="lion")) == 1
+    assert [optimizer_moments(RunConfig(optim=name)) for name in ("lion", "pytorch_optimizer/lion")] == [1, 1]
 
 
 def test_optimizer_that_evaluates_other_weights_is_refused(package):
