@@ -16,7 +16,7 @@ def test_stopped_rank_is_found_by_the_rank_that_waits_for_it(tiny, tmp_path, mon
     ranks.signal(signal.SIGSTOP, 1)
     kit.until(lambda: stacks.exists() and "rank 0 has made no progress" in ranks.text())
     line = re.search(r"rank 0 has made no progress for \d+ s; it is in (.*); stacks: (\S+)\.", ranks.text())
-    assert re.fullmatch(r"\w+ \((src|train)\S*\.py:\d+\)", line[1]), line[1]
+    assert re.fullmatch(r"\w+ \((engine|src|train)\S*\.py:\d+\)", line[1]), line[1]
     assert stacks.samefile(tmp_path / line[2])
     assert "train.py" in stacks.read_text()
     ranks.signal(signal.SIGCONT, 1)
