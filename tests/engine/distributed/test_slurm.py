@@ -48,7 +48,7 @@ time.sleep(600)
 def make_project(folder: Path) -> Path:
     """Return a folder to submit from: this project without .venv."""
     folder.mkdir(parents=True)
-    for name in ("train.py", "src", "accelerate_configs"):
+    for name in ("train.py", "engine", "src", "accelerate_configs"):
         (folder / name).symlink_to(kit.REPOSITORY / name)
     shutil.copytree(kit.REPOSITORY / "cluster" / "slurm", folder / "cluster" / "slurm")
     kit.write_yaml(folder / "x.yaml", {})
@@ -124,6 +124,12 @@ def test_invalid_arguments(tmp_path, script, words, name):
     assert done.returncode == 2
     assert name in done.stderr
     assert not (folder / "runs").exists()
+
+
+def test_folder_to_submit_from_has_what_a_job_runs(tmp_path):
+    command = [sys.executable, "-m", "engine.process.run_status", "run", "75"]
+    done = subprocess.run(command, cwd=make_project(tmp_path / "p"), capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("75\n", 0), done.stderr
 
 
 # ---- stopped and requeued ----------------------------------------------------------------------------------------------
