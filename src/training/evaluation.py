@@ -25,7 +25,11 @@ from engine.task import Batch, Task
 from src.fields import RunConfig
 from src.training.training_model import has_few_shapes
 
-ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host
+# Micro-batches between two all-reduces of the stop requests. Their results are copied to the host together, because
+# each copy waits for the device.
+BATCHES_BETWEEN_VOTES = 8
+
+Result = tuple[MicroBatch, dict[str, np.ndarray]]  # of one micro-batch: what `_on_host` returns
 
 
 @torch.no_grad()
@@ -43,35 +47,45 @@ def evaluate(
     one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
     number. Memory: a few numbers per micro-batch.
     """
-    plan, accelerator = make_plan(split, cfg, task), backend.accelerator
-    rounds = -(-len(plan.micro_batches) // backend.data_world_size)
+    accelerator = backend.accelerator
+    device = accelerator.device
+    plan = make_plan(split, cfg, task)
+    rounds = -(-len(plan.micro_batches) // backend.data_world_size)  # rounded up
     mine = share_of_rank(backend, plan.micro_batches, rounds)
-    results: list[tuple[MicroBatch, dict[str, np.ndarray]]] = []
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-
-    def forward(micro: MicroBatch, batch: Batch) -> tuple[MicroBatch, Batch, dict[str, torch.Tensor]]:
-        seed_everything(micro.seed)
-        return micro, batch, module({k: v.to(accelerator.device, non_blocking=True) for k, v in batch.inputs.items()})
-
+    results: list[Result] = []
     progress = console.Progress("evaluation", len(mine), "batches", accelerator.is_main_process)
-    with _evaluating(module, cfg, has_few_shapes(cfg, task, split)), _one_thread(accelerator.device):
-        batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
-        for _ in range(0, rounds, ASK):
-            if signals is not None:
-                signals.look()
-                if backend.hosts.sum([signals.stopping()])[0]:
-                    return None
-            outputs = [forward(*item) for item in islice(batches, ASK)]
-            results += [(micro, _on_host(batch, out)) for micro, batch, out in outputs if not micro.dummy]
+    with _evaluating(module, cfg, has_few_shapes(cfg, task, split)), _one_thread(device):
+        batches = iter(read_batches(split, task, iter(mine), cfg, device.type == "cuda", training=False))
+        for _ in range(0, rounds, BATCHES_BETWEEN_VOTES):
+            if signals is not None and _any_rank_stops(backend, signals):
+                return None
+            outputs = []
+            for micro, batch in islice(batches, BATCHES_BETWEEN_VOTES):
+                inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
+                seed_everything(micro.seed)
+                outputs.append((micro, batch, module(inputs)))
+            for micro, batch, out in outputs:  # only now: a copy to the host waits for the device
+                if not micro.dummy:
+                    results.append((micro, _on_host(batch, out)))
             progress.update(len(outputs))
-    return _combine(backend, task, plan, results)
+    return _eval_line(backend, task, plan, results)
 
 
 def share_of_rank(backend: Backend, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
     """Return the micro-batches of this rank; a sharded model gets dummies, because each pass is a collective."""
     mine = micro_batches[backend.data_rank :: backend.data_world_size]
-    return mine + [replace(micro_batches[0], dummy=True)] * (rounds - len(mine)) * backend.is_sharded
+    if not backend.is_sharded:
+        return mine
+    dummy = replace(micro_batches[0], dummy=True)
+    return mine + [dummy] * (rounds - len(mine))
+
+
+def _any_rank_stops(backend: Backend, signals: StopSignals) -> bool:
+    """Return whether a request to stop has reached any rank (a collective)."""
+    signals.look()
+    return bool(backend.hosts.sum([signals.stopping()])[0])
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -89,28 +103,46 @@ class Plan(NamedTuple):
     """All micro-batches of an evaluation; they do not depend on the number of processes."""
 
     micro_batches: list[MicroBatch]
-    first_row: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
+    id_offsets: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
     sources: list[Part]
     blocks: list[Part]  # of `global_batch_size` rows, for a task with `sums_by_block`; micro-batches never cross them
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples of all sources."""
+        return self.sources[-1].rows.stop
 
 
 def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
     """Return the plan of an evaluation of at most `cfg.max_eval_examples` rows of each source of `split`."""
-    plan, micro, begin = Plan([], [], [], []), cfg.per_device_eval_batch_size, 0
-    size = cfg.global_batch_size if hasattr(task, "sums_by_block") else None
+    plan = Plan([], [], [], [])
+    micro_batch_size = cfg.per_device_eval_batch_size
+    block_size = cfg.global_batch_size if hasattr(task, "sums_by_block") else None
+    first_row = 0  # of a source
     for name, first_id, part in split.segments():
-        count, first = min(len(part), cfg.max_eval_examples or len(part)), len(plan.micro_batches)
-        for each in evaluation_order(count, micro, cfg.seed, part.lengths, size):
-            plan.micro_batches.append(replace(each, ids=each.ids + first_id, index=len(plan.micro_batches)))
-            plan.first_row.append(first_id - begin)
-        plan.sources.append(Part(name, slice(begin, begin + count), slice(first, len(plan.micro_batches))))
-        for start in range(begin, begin + count, size or count):
-            stop = min(start + (size or count), begin + count)
-            after = first - (start - stop) // micro
-            plan.blocks.append(Part(name, slice(start, stop), slice(first, after)))
-            first = after
-        begin += count
+        num_rows = min(len(part), cfg.max_eval_examples or len(part))
+        first_micro_batch = len(plan.micro_batches)
+        for micro in evaluation_order(num_rows, micro_batch_size, cfg.seed, part.lengths, block_size):
+            index = len(plan.micro_batches)
+            plan.micro_batches.append(replace(micro, ids=micro.ids + first_id, index=index))
+            plan.id_offsets.append(first_id - first_row)
+        rows = slice(first_row, first_row + num_rows)
+        source = Part(name, rows, slice(first_micro_batch, len(plan.micro_batches)))
+        plan.sources.append(source)
+        plan.blocks.extend(split_into_blocks(source, block_size or num_rows, micro_batch_size))
+        first_row += num_rows
     return plan
+
+
+def split_into_blocks(source: Part, block_size: int, micro_batch_size: int) -> Iterator[Part]:
+    """Yield the blocks of `block_size` rows of a source; the last one may have fewer."""
+    micro_batch = source.micro_batches.start
+    for row in range(source.rows.start, source.rows.stop, block_size):
+        rows = slice(row, min(row + block_size, source.rows.stop))
+        micro_batches_in_block = -(-(rows.stop - rows.start) // micro_batch_size)  # rounded up
+        micro_batches = slice(micro_batch, micro_batch + micro_batches_in_block)
+        yield Part(source.name, rows, micro_batches)
+        micro_batch = micro_batches.stop
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -121,62 +153,119 @@ def _on_host(batch: Batch, out: dict[str, torch.Tensor]) -> dict[str, np.ndarray
 
     A value without dimensions is a sum, any other holds one value or vector for each row. All are copies: a view of a
     batch would keep its file of a dataloader worker open, or its memory."""
-    dtypes = {name: torch.float64 if value.is_floating_point() else torch.int64 for name, value in out.items()}
-    sums = {name: np.asarray(value, np.float64) for name, value in (batch.sums | {"weight": batch.weight}).items()}
-    return {name: value.cpu().to(dtypes[name], copy=True).numpy() for name, value in out.items()} | sums
+    values = {}
+    for name, value in out.items():
+        dtype = torch.float64 if value.is_floating_point() else torch.int64
+        values[name] = value.cpu().to(dtype, copy=True).numpy()
+    for name, value in (batch.sums | {"weight": batch.weight}).items():
+        values[name] = np.asarray(value, np.float64)
+    return values
 
 
-def _signature(values: dict[str, np.ndarray]) -> str:
-    """Return the names of sums and, with their dtype and width, of values by row: the same for all micro-batches."""
-    rows = {name: [str(value.dtype), *value.shape[1:]] for name, value in values.items() if value.ndim}
-    return json.dumps([sorted(values.keys() - rows.keys()), rows], sort_keys=True)
-
-
-def _combine(backend: Backend, task: Task, plan: Plan, results: list[tuple[MicroBatch, dict[str, np.ndarray]]]) -> dict:
+def _eval_line(backend: Backend, task: Task, plan: Plan, results: list[Result]) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
-    signature, *others = backend.hosts.union({_signature(values) for _, values in results})
-    if others:  # a sum would be dropped, or a vector of length 1 be repeated
-        raise UsageError(
-            f"the task returns {signature} for some micro-batches of an evaluation, but {others[0]} for others: return "
-            "the same names and widths for all rows, with the value 0 where there is nothing to count"
-        )
-    names, rows_of = json.loads(signature)
-    examples = plan.sources[-1].rows.stop
-    # Each entry is one rank's number, and zero on the others, so sums over ranks are exact.
-    seen, table = np.zeros(examples), np.zeros((len(plan.micro_batches), len(names)))
-    values = {name: np.zeros((examples, *shape)) for name, (_, *shape) in rows_of.items()}
-    for micro, result in results:
-        places = micro.ids - plan.first_row[micro.index]
-        seen[places] += 1
-        table[micro.index] = [result[name] for name in names]
-        for name, column in values.items():
-            column[places] = result[name]
-    assert (backend.hosts.sum(seen) == 1).all(), "not every example was evaluated exactly once"
-    table = backend.hosts.sum(table).numpy()
-    values = {name: backend.hosts.sum(column).numpy().astype(rows_of[name][0]) for name, column in values.items()}
-    if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch
+    names, row_formats = _check_names(backend, results)
+    _check_coverage(backend, plan, results)
+    table = _gather_sums(backend, plan, results, names)
+    values = _gather_rows(backend, plan, results, row_formats)
+    sums_by_block = getattr(task, "sums_by_block", None)
+    if sums_by_block is not None:  # a loss over a whole batch
         names, table = _on_main(backend, lambda: sums_by_block(names, table, values, plan.blocks))
-    line = _divide(task, names, table, examples)
+    line = _divide(task, names, table, plan.num_examples)
     if plan.sources[0].name:
-        parts = {s.name: (table[s.micro_batches], s.rows.stop - s.rows.start) for s in plan.sources}
-        by_source = {name: _divide(task, names, rows, count) for name, (rows, count) in parts.items()}
-        with_targets = [numbers for numbers in by_source.values() if numbers["weight"]]
-        # Drop a total that some source lacks: bits_per_byte, for example, is unknown for pretokenized rows.
-        line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
-        line |= {f"{name}/{key}": value for name, numbers in by_source.items() for key, value in numbers.items()}
+        line = _add_sources(line, {source.name: _of_source(task, names, table, source) for source in plan.sources})
     if values:
         line |= _on_main(backend, lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
 
+def _check_names(backend: Backend, results: list[Result]) -> tuple[list[str], dict[str, list]]:
+    """Return the names of sums, and {name: [dtype, *width]} of values by row; raise UsageError unless all micro-batches of
+    all ranks have the same.
+
+    Otherwise a sum would be dropped, or a vector of length 1 be repeated."""
+    signature, *others = backend.hosts.union({_signature(values) for _, values in results})
+    if others:
+        raise UsageError(
+            f"the task returns {signature} for some micro-batches of an evaluation, but {others[0]} for others: return "
+            "the same names and widths for all rows, with the value 0 where there is nothing to count"
+        )
+    names, row_formats = json.loads(signature)
+    return names, row_formats
+
+
+def _signature(values: dict[str, np.ndarray]) -> str:
+    """Return what `_check_names` compares, as a text that ranks can exchange."""
+    row_formats = {name: [str(value.dtype), *value.shape[1:]] for name, value in values.items() if value.ndim}
+    names = sorted(values.keys() - row_formats.keys())
+    return json.dumps([names, row_formats], sort_keys=True)
+
+
+def _rows_of(plan: Plan, micro: MicroBatch) -> np.ndarray:
+    """Return the rows of a micro-batch among all evaluated examples."""
+    return micro.ids - plan.id_offsets[micro.index]
+
+
+def _check_coverage(backend: Backend, plan: Plan, results: list[Result]) -> None:
+    """Raise AssertionError unless the ranks together evaluated every example once."""
+    times_seen = np.zeros(plan.num_examples)
+    for micro, _ in results:
+        times_seen[_rows_of(plan, micro)] += 1
+    assert (backend.hosts.sum(times_seen) == 1).all(), "not every example was evaluated exactly once"
+
+
+def _gather_sums(backend: Backend, plan: Plan, results: list[Result], names: list[str]) -> np.ndarray:
+    """Return the sums of all ranks in a table (micro-batches, names).
+
+    An entry is one rank's number, and zero on the others, so the sum over ranks is exact."""
+    table = np.zeros((len(plan.micro_batches), len(names)))
+    for micro, values in results:
+        table[micro.index] = [values[name] for name in names]
+    return backend.hosts.sum(table).numpy()
+
+
+def _gather_rows(
+    backend: Backend, plan: Plan, results: list[Result], row_formats: dict[str, list]
+) -> dict[str, np.ndarray]:
+    """Return the values by row of all ranks, in the order of the data; the sums over ranks are exact, as above."""
+    columns = {}
+    for name, (dtype, *width) in row_formats.items():
+        column = np.zeros((plan.num_examples, *width))
+        for micro, values in results:
+            column[_rows_of(plan, micro)] = values[name]
+        columns[name] = backend.hosts.sum(column).numpy().astype(dtype)
+    return columns
+
+
+def _of_source(task: Task, names: list[str], table: np.ndarray, source: Part) -> dict:
+    """Return the metrics of one source of a mixture."""
+    return _divide(task, names, table[source.micro_batches], source.rows.stop - source.rows.start)
+
+
+def _add_sources(total: dict, by_source: dict[str, dict]) -> dict:
+    """Return the metrics of a mixture, and those of its sources as `source/metric`.
+
+    A metric that some source lacks is dropped from the total: bits_per_byte, for example, is unknown for pretokenized
+    rows. Sources without targets have no metrics, and do not count."""
+    line = dict(total)
+    for metrics in by_source.values():
+        if metrics["weight"]:
+            line = {name: value for name, value in line.items() if name in metrics}
+    for source, metrics in by_source.items():
+        for name, value in metrics.items():
+            line[f"{source}/{name}"] = value
+    return line
+
+
 def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> dict:
     """Return loss, weight, examples and the task's metrics from a table of sums by micro-batch."""
-    total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
-    weight = total.pop("weight")
+    totals = np.cumsum(table, axis=0)[-1]  # cumsum adds in order, one by one
+    sums = dict(zip(names, totals.tolist(), strict=True))
+    weight = sums.pop("weight")
     if not weight:  # rows without a target
         return {"loss": None, "weight": weight, "examples": examples}
-    return {"loss": total["loss"] / weight, "weight": weight, "examples": examples} | task.metrics(total, weight)
+    return {"loss": sums["loss"] / weight, "weight": weight, "examples": examples} | task.metrics(sums, weight)
 
 
 def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
@@ -190,17 +279,18 @@ def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _evaluating(module: torch.nn.Module, cfg: RunConfig, few_shapes: bool) -> Iterator[None]:
-    """Within, the module is in evaluation mode and computes as in eval.py, which therefore gets the same loss: attention
-    is chosen by the rows that are evaluated (`few_shapes`), and compiled layers run uncompiled."""
-    training, of_training = module.training, torch.backends.cuda.cudnn_sdp_enabled()
+    """Set evaluation mode, and compute as eval.py does, which therefore gets the same loss: attention is chosen by the
+    rows that are evaluated (`few_shapes`), and compiled layers run uncompiled."""
+    was_training = module.training
+    training_uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     module.eval()
     torch.backends.cuda.enable_cudnn_sdp(few_shapes)
     try:
         with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
             yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(of_training)
-        module.train(training)
+        torch.backends.cuda.enable_cudnn_sdp(training_uses_cudnn)
+        module.train(was_training)
 
 
 @contextmanager
