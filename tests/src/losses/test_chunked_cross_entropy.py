@@ -310,9 +310,9 @@ def test_chunks_of_a_training_have_512_rows(monkeypatch, trained):
     for function in ("_add_gradients", "_add_gradients_by_formula"):
         original = getattr(chunked_cross_entropy, function)
 
-        def recorded(sinks, inputs, targets, *rest, original=original):
+        def recorded(gradients, inputs, targets, *rest, original=original):
             sizes.append(len(targets))
-            return original(sinks, inputs, targets, *rest)
+            return original(gradients, inputs, targets, *rest)
 
         monkeypatch.setattr(chunked_cross_entropy, function, recorded)
     sizes = []
