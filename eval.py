@@ -21,6 +21,7 @@ from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.run_record import write_evaluation
 from engine.process.console import table
 from engine.process.exit_codes import run_main
+from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
 from src.training.environment import topology
@@ -39,29 +40,34 @@ def main(argv: list[str]) -> None:
     accelerator = init_accelerator(cfg)
     backend = make_backend(accelerator, cfg)
     check_same_data(splits)
-    same_weights(accelerator, cfg.model_name_or_path)
+    check_same_weights(accelerator, cfg.model_name_or_path)
     locate_weights.warn_of_precision(cfg, accelerator.mixed_precision)
     weights = cfg.model_name_or_path if base is not None else None  # of --checkpoint, with its adapter if it has one
-    score(cfg, task, splits["validation"], backend, step, weights)
+    evaluate_and_report(cfg, task, splits["validation"], backend, step, weights)
     shutdown(accelerator)
 
 
-def same_weights(accelerator, name: str | None) -> None:
+def check_same_weights(accelerator, name: str | None) -> None:
     """Raise UsageError on all ranks if they found different weights, because a running training saved meanwhile."""
     from accelerate.utils import gather_object
 
-    if len(found := sorted(map(str, set(gather_object([name]))))) > 1:
-        raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
+    names = sorted({str(each) for each in gather_object([name])})
+    if len(names) > 1:
+        raise UsageError(f"checkpoint: ranks found {' and '.join(names)}: give one of them as --checkpoint")
 
 
-def score(cfg: RunConfig, task, split, backend: Backend, step: int | None, weights: str | None) -> None:
+def evaluate_and_report(
+    cfg: RunConfig, task: Task, split, backend: Backend, step: int | None, weights: str | None
+) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json. `weights`: as of `Task.build`."""
     accelerator = backend.accelerator
     choose_kernels(cfg, task, split, accelerator.device)
-    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
+    model = ModelWithLoss(backend.build_model(task, weights), task)
+    module = backend.prepare_for_evaluation(model)
     metrics = evaluate(backend, module, task, split, cfg)
     if accelerator.is_main_process:
-        print(table(topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
+        rows = topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}
+        print(table(rows), end="\n\n")
         write_evaluation(Path(cfg.output_dir), step, metrics)
     accelerator.wait_for_everyone()
 

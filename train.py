@@ -81,7 +81,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     gradient = task.wrap_gradient(compute_gradient)  # the same function, unless the loss is one over the whole batch
     gradient = backend.wrap_gradient(gradient)  # running statistics; as many passes on each rank of a sharded model
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
-    score = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
+    evaluate = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
     module.train()
 
     while True:
@@ -90,7 +90,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
             logger.train_line()
         if due.evaluate():
             with run.meter.paused():
-                metrics = techniques.evaluate(score(), score)  # None if a stop request interrupted it
+                metrics = techniques.evaluate(evaluate(), evaluate)  # None if a stop request interrupted it
             if metrics:
                 logger.eval_line(metrics)
                 checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save

@@ -28,26 +28,30 @@ def environment(run: Run) -> dict:
 
 def topology(backend: Backend, cfg: RunConfig, training: bool = True) -> dict:
     """Return device, precision, backend, world size and nodes; for training also the global batch."""
-    accelerator, device = backend.accelerator, backend.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    accelerator = backend.accelerator
+    device = accelerator.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     compute_dtype = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     values = {
-        "device": f"{device.type} ({name}), CPU threads per rank: {torch.get_num_threads()}",
+        "device": f"{device.type} ({device_name}), CPU threads per rank: {torch.get_num_threads()}",
         "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
         "strategy": backend.name,
         "world_size": accelerator.num_processes,
         "nodes": num_nodes(),
     }
-    return values | ({"global_batch": arithmetic(cfg, backend.data_world_size)} if training else {})
+    if training:
+        values["global_batch"] = arithmetic(cfg, backend.data_world_size)
+    return values
 
 
 def arithmetic(cfg: RunConfig, ranks: int) -> str:
     """Format the global batch as examples = micro-batches = ranks × accumulation steps."""
-    batch, on_ranks = cfg.global_batch_size, f"{ranks} rank{'s' * (ranks > 1)}"
+    batch = cfg.global_batch_size
+    on_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if cfg.per_device_batch_tokens:
         return f"{batch} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens on {on_ranks}"
     size = int(cfg.per_device_batch_size)  # `auto` was replaced or refused
-    count = -(-batch // size)
-    up_to = "up to " if count % ranks or batch % size else ""
-    accumulated = f"{up_to}{-(-count // ranks)} accumulated"
-    return f"{batch} examples = {count} micro-batches of {up_to}{size} = {on_ranks} × {accumulated}"
+    micro_batches = -(-batch // size)  # rounded up
+    accumulated = -(-micro_batches // ranks)
+    up_to = "up to " if micro_batches % ranks or batch % size else ""
+    return f"{batch} examples = {micro_batches} micro-batches of {up_to}{size} = {on_ranks} × {up_to}{accumulated} accumulated"

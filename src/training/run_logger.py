@@ -40,13 +40,15 @@ class RunLogger:
 
     def train_line(self) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
-        run, state = self.run, self.run.state
+        run = self.run
+        state = run.state
         state.finish_update(run.cfg.max_skipped_steps)
         state.logged = state.step
         values = {"epoch": run.datasets["train"].epoch_at(state.step, run.cfg)}
         values |= run.meter.line(run.hosts)  # loss, further sums of the task, and speed
-        values |= {"learning_rate": state.learning_rate, "grad_norm": state.grad_norm}
-        values |= {"skipped": state.step - state.updates}
+        values["learning_rate"] = state.learning_rate
+        values["grad_norm"] = state.grad_norm
+        values["skipped"] = state.step - state.updates
         values |= self.gpu_use.line(values["tokens_per_second"])
         values |= state.line_values  # of techniques
         values |= compiled_graphs(run.cfg)

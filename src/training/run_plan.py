@@ -22,43 +22,66 @@ FEW_STEPS = 10  # of an epoch: fewer are warned of
 
 
 def plan_table(
-    cfg: RunConfig, splits: dict, module: ModelWithLoss, techniques: Techniques, schedule: Callable, total: int
+    cfg: RunConfig, splits: dict, model: ModelWithLoss, techniques: Techniques, lr_at: Callable, total: int
 ) -> dict[str, str]:
     """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
-    train, task, stats = splits["train"], module.task, splits["train"].stats
-    rows = {"task": cfg.task, "training data": format_stats(stats, task.unit)}
-    if train.quotas:
-        draws = zip(train.segments(), train.quotas, strict=True)
-        rows["mixture"] = "; ".join(f"{name}: {n:,} of {size:,} rows per epoch" for (name, *_), (size, n) in draws)
-    val_set = splits.get("validation")
-    rows["evaluation data"] = format_stats(val_set.stats, task.unit) if val_set else "none: no evaluation"
-    rows["steps"] = f"{total:,} of {cfg.global_batch_size} examples"
-    if stats["examples"] is not None:  # a stream does not know its rows
-        sizes = sizes_of_run(cfg, len(train))
-        tail = len(train) - (sizes.per_epoch - 1) * cfg.global_batch_size
-        epochs = sizes.epochs_of(total)
-        rows["steps"] += f" = {epochs:.2f} epochs of {sizes.per_epoch:,} steps"
-        rows["steps"] += f"; the last step of an epoch has {tail} examples" * (tail != cfg.global_batch_size)
-        rows[task.unit] = f"{stats['tokens'] * epochs:,.0f} in the whole run"
-    for each in used_addons(cfg):
-        rows |= each.plan_rows(cfg, task, train, total, rows)
-    shown = sorted({0, min(warmup_updates(cfg, total), total - 1), total // 2, total - 1})
-    rates = ", ".join(f"{schedule(step):.2e} at step {step}" for step in shown)
-    rows["learning rate"] = f"{cfg.lr_scheduler_type}: {rates}"
+    train_set = splits["train"]
+    rows = data_rows(cfg, splits, model.task)
+    rows |= step_rows(cfg, train_set, model.task, total)
+    for addon in used_addons(cfg):
+        rows |= addon.plan_rows(cfg, model.task, train_set, total, rows)
+    rows["learning rate"] = f"{cfg.lr_scheduler_type}: {format_rates(cfg, lr_at, total)}"
     rows |= techniques.plan()
-    return rows | size_rows(cfg, module, techniques, total)
+    return rows | size_rows(cfg, model, techniques, total)
+
+
+def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:
+    """Return the rows of the plan about task and data."""
+    train_set = splits["train"]
+    val_set = splits.get("validation")
+    rows = {"task": cfg.task, "training data": format_stats(train_set.stats, task.unit)}
+    if train_set.quotas:
+        draws = []
+        for (source, *_), (size, drawn) in zip(train_set.segments(), train_set.quotas, strict=True):
+            draws.append(f"{source}: {drawn:,} of {size:,} rows per epoch")
+        rows["mixture"] = "; ".join(draws)
+    rows["evaluation data"] = format_stats(val_set.stats, task.unit) if val_set else "none: no evaluation"
+    return rows
+
+
+def step_rows(cfg: RunConfig, train_set, task: Task, total: int) -> dict[str, str]:
+    """Return the rows of the plan about steps, epochs and tokens."""
+    steps = f"{total:,} of {cfg.global_batch_size} examples"
+    if train_set.stats["examples"] is None:  # a stream does not know its rows
+        return {"steps": steps}
+    sizes = sizes_of_run(cfg, len(train_set))
+    epochs = sizes.epochs_of(total)
+    steps += f" = {epochs:.2f} epochs of {sizes.per_epoch:,} steps"
+    last_batch = len(train_set) - (sizes.per_epoch - 1) * cfg.global_batch_size
+    if last_batch != cfg.global_batch_size:
+        steps += f"; the last step of an epoch has {last_batch} examples"
+    return {"steps": steps, task.unit: f"{train_set.stats['tokens'] * epochs:,.0f} in the whole run"}
+
+
+def format_rates(cfg: RunConfig, lr_at: Callable, total: int) -> str:
+    """Format the learning rates at the start, after warmup, in the middle and at the end."""
+    end_of_warmup = min(warmup_updates(cfg, total), total - 1)
+    steps = sorted({0, end_of_warmup, total // 2, total - 1})
+    return ", ".join(f"{lr_at(step):.2e} at step {step}" for step in steps)
 
 
 def run_notes(cfg: RunConfig, splits: dict) -> list[str]:
     """Return messages about the data and ignored fields of a run."""
     notes = data_notes(splits)
-    per_epoch = sizes_of_run(cfg, splits["train"].stats["examples"] or 0).per_epoch  # a stream: unknown
+    examples = splits["train"].stats["examples"] or 0  # 0: a stream does not know its rows
+    per_epoch = sizes_of_run(cfg, examples).per_epoch
     if not cfg.max_steps and 0 < per_epoch < FEW_STEPS:
+        steps = "1 step" if per_epoch == 1 else f"{per_epoch} steps"
         notes.append(
-            f"warning: an epoch has only {per_epoch} step{'s' * (per_epoch > 1)} of up to {cfg.global_batch_size} examples: "
+            f"warning: an epoch has only {steps} of up to {cfg.global_batch_size} examples: "
             "for more updates give a smaller global_batch_size, or more epochs"
         )
-    total = total_steps(cfg, splits["train"].stats["examples"] or 0)
+    total = total_steps(cfg, examples)
     if warmup_updates(cfg, total) == total > 1:
         notes.append(
             f"warning: warmup_steps {cfg.warmup_steps:g} fills all {total:,} steps: the learning rate only rises"
@@ -77,5 +100,6 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     model = ModelWithLoss(task.build_model(empty=True) if empty else task.build_model(), task)
     techniques.change_model(model, cfg)
     make_optimizer(cfg, model, fused=False)  # freezes parameters
-    print(table(plan_table(cfg, datasets, model, techniques, make_schedule(cfg, num_steps), num_steps)))
+    lr_at = make_schedule(cfg, num_steps)
+    print(table(plan_table(cfg, datasets, model, techniques, lr_at, num_steps)))
     print(*run_notes(cfg, datasets), sep="\n")

@@ -21,28 +21,53 @@ def total_steps(cfg: RunConfig, examples: int) -> int:
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:
     """Return the number of warmup updates in a run of `total` updates, at most `total`."""
-    return min(total, round(cfg.warmup_steps * total) if cfg.warmup_steps < 1 else int(cfg.warmup_steps))
+    warmup = cfg.warmup_steps
+    updates = round(warmup * total) if warmup < 1 else int(warmup)  # below 1 it is a share of the run
+    return min(total, updates)
 
 
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     """Return a function from completed updates to learning rate, for a run of `total` updates."""
-    warmup, kwargs, name = warmup_updates(cfg, total), dict(cfg.lr_scheduler_kwargs or {}), cfg.lr_scheduler_type
-    with errors_of(f"lr_scheduler_kwargs: {kwargs} is not valid for {name}"):
+    kwargs = dict(cfg.lr_scheduler_kwargs or {})
+    warmup = warmup_updates(cfg, total)
+    with errors_of(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}"):
         factor = _factor(cfg, warmup, total, kwargs)
         if not all(0 <= factor(update) < math.inf for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would be negative, or not finite")
-    peak, start = cfg.learning_rate, cfg.warmup_start_lr
-    if not start:
-        return lambda updates: peak * factor(updates)
-    return lambda n: start + (peak - start) * n / warmup if n < warmup else peak * factor(n)
+    peak = cfg.learning_rate
+    start = cfg.warmup_start_lr
+
+    def lr_at(updates: int) -> float:
+        if start and updates < warmup:
+            return start + (peak - start) * updates / warmup
+        return peak * factor(updates)
+
+    return lr_at
 
 
 def _factor(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
     """Return a function from completed updates to the learning rate as a multiple of `cfg.learning_rate`."""
-    if addon := schedule_addon(cfg):
-        addon.factor(0.0, **kwargs)  # raises TypeError for unknown arguments
-        left = max(1, total - warmup)
-        return lambda n: n / warmup if n < warmup else addon.factor((n - warmup) / left, **kwargs)
+    addon = schedule_addon(cfg)
+    if addon is not None:
+        return _factor_of_addon(addon.factor, warmup, total, kwargs)
+    return _factor_of_transformers(cfg, warmup, total, kwargs)
+
+
+def _factor_of_addon(after_warmup: Callable, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+    """Return a linear warmup, then what a file in addons/schedules/ says for the share of updates since then."""
+    after_warmup(0.0, **kwargs)  # raises TypeError for unknown arguments
+    remaining = max(1, total - warmup)
+
+    def factor(updates: int) -> float:
+        if updates < warmup:
+            return updates / warmup
+        return after_warmup((updates - warmup) / remaining, **kwargs)
+
+    return factor
+
+
+def _factor_of_transformers(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+    """Return the schedule that transformers has by this name."""
     from transformers import get_scheduler
 
     if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):

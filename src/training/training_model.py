@@ -29,7 +29,8 @@ def build_model(
     choose_kernels(cfg, task, train_set, backend.accelerator.device)
     model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
-    one_width = task.unit == "tokens" and (getattr(task.options, "packing", False) or rows_of_one_length(train_set))
+    is_packed = getattr(task.options, "packing", False)
+    one_width = task.unit == "tokens" and (is_packed or rows_of_one_length(train_set))
     compile_and_recompute(model.model, cfg, one_width)
     return model
 
@@ -49,11 +50,14 @@ def has_few_shapes(cfg: RunConfig, task: Task, split) -> bool:
 
     On Hopper and Blackwell it is torch's first choice (2.11 and later), but makes a plan for each new shape: 0.12 s
     forward and backward on an H200, where torch's own kernels take 1 ms. These are for rows of many lengths."""
-    few = task.unit != "tokens" or cfg.pad_to_multiple_of or getattr(task.options, "packing", False)
-    return bool(few) or rows_of_one_length(split)
+    if task.unit != "tokens" or cfg.pad_to_multiple_of:
+        return True
+    return getattr(task.options, "packing", False) or rows_of_one_length(split)
 
 
 def rows_of_one_length(split) -> bool:
-    """Return whether all rows have as many tokens; False for a stream, whose rows are not known."""
-    examples, tokens, longest = (split.stats.get(name) for name in ("examples", "tokens", "longest"))
-    return bool(examples) and tokens == examples * longest
+    """Return whether all rows have as many tokens; False for a stream, because its rows are not known."""
+    stats = split.stats
+    if not stats.get("examples"):
+        return False
+    return stats["tokens"] == stats["examples"] * stats["longest"]

@@ -9,8 +9,20 @@ from torch import nn
 from engine.loop.train_state import Run
 
 # Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
-PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
-PEAK_TFLOPS |= {"L40S": 362.0, "L4": 121.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0, "T4": 65.0}
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "RTX 4090": 165.0,
+    "V100": 125.0,
+    "T4": 65.0,
+}
 
 
 def peak_tflops(device_name: str, dtype: torch.dtype | None) -> float | None:
@@ -28,27 +40,37 @@ def flops_per_token(model: nn.Module, row_length: float) -> float:
     the PaLM paper (arXiv:2204.02311, appendix B); what gradient checkpointing computes again does not count."""
     config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    weights = [p for p in model.parameters() if p.dim() > 1 and (id(p) not in lookups or id(p) in products)]
+    layers = getattr(config, "num_hidden_layers", 0)
+    hidden_size = getattr(config, "hidden_size", 0)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    of_weights = 0
+    for parameter in model.parameters():
+        is_only_lookup = id(parameter) in embeddings and id(parameter) not in heads
+        if parameter.dim() > 1 and not is_only_lookup:
+            of_weights += (6 if parameter.requires_grad else 4) * parameter.numel()
     # The products of attention have no weights: 4 forward, 8 backward, also under LoRA.
-    return sum((6 if p.requires_grad else 4) * p.numel() for p in weights) + 12 * layers * hidden * row_length
+    of_attention = 12 * layers * hidden_size * row_length
+    return of_weights + of_attention
 
 
 class GpuUse:
-    """What a train line says of this process's GPU: speed, if rows are of tokens, and memory. On a CPU nothing."""
+    """Values of a train line about this process's GPU: memory, and speed if rows are of tokens. On a CPU none."""
 
     def __init__(self, run: Run):
         """Count the FLOPs of a token in a row of mean length."""
-        accelerator, stats = run.backend.accelerator, run.datasets["train"].stats
-        self.device, self.processes, self.flops = accelerator.device, accelerator.num_processes, 0.0
+        accelerator = run.backend.accelerator
+        stats = run.datasets["train"].stats
+        self.device = accelerator.device
+        self.num_processes = accelerator.num_processes
+        self.flops_per_token = 0.0
         if self.device.type != "cuda":
             return
         if run.task.unit == "tokens" and stats["examples"]:  # of a stream the length is not known
-            self.flops = flops_per_token(run.model, stats["tokens"] / stats["examples"])
-        weights = next(run.model.parameters()).dtype
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": weights}.get(accelerator.mixed_precision)
+            self.flops_per_token = flops_per_token(run.model, stats["tokens"] / stats["examples"])
+        weight_dtype = next(run.model.parameters()).dtype
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": weight_dtype}
+        dtype = dtypes.get(accelerator.mixed_precision)  # None for fp8, whose peak is not in the table
         self.peak = peak_tflops(torch.cuda.get_device_name(self.device), dtype)
 
     def line(self, tokens_per_second: float) -> dict[str, float]:
@@ -57,7 +79,8 @@ class GpuUse:
             return {}
         values = {"gpu_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
         torch.cuda.reset_peak_memory_stats(self.device)
-        if self.flops:
-            values["tflops"] = self.flops * tokens_per_second / self.processes / 1e12
-            values |= {"mfu": values["tflops"] / self.peak} if self.peak else {}
+        if self.flops_per_token:
+            values["tflops"] = self.flops_per_token * tokens_per_second / self.num_processes / 1e12
+            if self.peak:
+                values["mfu"] = values["tflops"] / self.peak
         return values

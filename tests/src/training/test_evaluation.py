@@ -135,7 +135,7 @@ def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tm
 def test_ranks_that_found_different_weights_refuse(tmp_path):
     def compare(names):
         accelerator = init_accelerator(RunConfig(output_dir="unused"))
-        evaluation.same_weights(accelerator, names[accelerator.process_index])
+        evaluation.check_same_weights(accelerator, names[accelerator.process_index])
 
     with pytest.raises(kit.RankFailed, match="step_10 and step_20") as error:
         kit.spawn(2, compare, ["step_10", "step_20"], out=tmp_path)
