@@ -159,7 +159,11 @@ def recomputed(function: Callable, *arguments):
 
 def _add_up(chunks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the sums of all chunks."""
-    return {name: torch.stack([sums[name] for sums in chunks]).sum() for name in chunks[0]}
+    total = {}
+    for name in chunks[0]:
+        of_chunks = [sums[name] for sums in chunks]
+        total[name] = torch.stack(of_chunks).sum()
+    return total
 
 
 # ---- in chunks that compute their gradient at once -------------------------------------------------------------------

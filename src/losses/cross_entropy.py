@@ -4,8 +4,7 @@ A task has these options if its Options inherit from CrossEntropy or ClassCrossE
 cross-entropy. Tests: tests/src/losses/test_cross_entropy.py.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +39,7 @@ class CrossEntropy:
 
     @property
     def is_plain_loss(self) -> bool:
-        """Whether the training loss is the plain cross-entropy."""
+        """True if the training loss is the plain cross-entropy."""
         return not (self.label_smoothing_factor or self.z_loss or self.focal_gamma)
 
     def class_weights_on(self, device: torch.device) -> torch.Tensor | None:
@@ -57,21 +56,26 @@ class CrossEntropy:
         log_p = F.log_softmax(logits, -1)
         index = targets.clamp(min=0)
         log_p_target = log_p.gather(-1, index[:, None])[:, 0]
-        weights = real = (targets != IGNORED).to(log_p.dtype)
-        if (class_weights := self.class_weights_on(logits.device)) is not None:
+        is_target = (targets != IGNORED).to(log_p.dtype)
+        weights = is_target
+        class_weights = self.class_weights_on(logits.device)
+        if class_weights is not None:
             class_weights = class_weights.to(log_p.dtype)
             weights = weights * class_weights[index]
         smoothing = self.label_smoothing_factor
         loss = (1 - smoothing) * weights * self._cost(log_p_target)
         if smoothing:
-            costs = self._cost(log_p) if class_weights is None else self._cost(log_p) * class_weights
-            loss = loss + smoothing * real * costs.mean(-1)
-        parts = {"cross_entropy": -weights * log_p_target.detach()}
+            costs = self._cost(log_p)
+            if class_weights is not None:
+                costs = costs * class_weights
+            loss = loss + smoothing * is_target * costs.mean(-1)
+        values = {"cross_entropy": -weights * log_p_target.detach()}
         if self.z_loss:
             log_denominator = logits.gather(-1, index[:, None])[:, 0] - log_p_target
-            z = weights * log_denominator.square()
-            loss, parts["z_loss"] = loss + self.z_loss * z, z.detach()
-        return {"loss": loss} | parts
+            z_loss = weights * log_denominator.square()
+            loss = loss + self.z_loss * z_loss
+            values["z_loss"] = z_loss.detach()
+        return {"loss": loss} | values
 
     def sums(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the sums of `per_target`."""
@@ -112,22 +116,16 @@ class ClassCrossEntropy(CrossEntropy):
 
         Rows of a mixture count once each, whatever the weight of their source. A class without rows has the weight 0.
         Raise UsageError unless there is then one weight of 0 or more for each class, not all 0, or none at all."""
-        parts = [part for _, _, part in train_set.segments()] if train_set is not None else []
-        if self.class_weights == ["balanced"] and parts:
-            counts = np.zeros(len(labels))
-            for values in (part.values(column) for part in parts):
-                counts += np.bincount(values[values >= 0], minlength=len(labels))
-            shares = counts.sum() / (len(labels) * counts.clip(min=1))
-            self.class_weights = [repr(float(weight)) for weight in np.where(counts, shares, 0.0)]
-        with suppress(ValueError):
-            weights = [float(value) for value in self.class_weights]
-            if not weights or (len(weights) == len(labels) and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
-                return
-        raise UsageError(
-            f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes: give a number of 0 or "
-            f"more for each, not all 0, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams "
-            "and no pixels"
-        )
+        sources = [rows for _, _, rows in train_set.segments()] if train_set is not None else []
+        if self.class_weights == ["balanced"] and sources:
+            weights = balanced_weights((rows.values(column) for rows in sources), len(labels))
+            self.class_weights = [repr(weight) for weight in weights]
+        if self.class_weights and not are_class_weights(self.class_weights, len(labels)):
+            raise UsageError(
+                f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes: give a number of 0 "
+                f"or more for each, not all 0, in this order: {', '.join(labels[:20])}; or balanced, which counts no "
+                "streams and no pixels"
+            )
 
     def weigh(
         self, training: bool, targets: np.ndarray, others: np.ndarray | None = None, shares: np.ndarray | float = 1.0
@@ -135,13 +133,34 @@ class ClassCrossEntropy(CrossEntropy):
         """Return the weight of a batch: in training the sum of its class weights, else the number of its targets.
 
         With `others` (mixup), a target has the weight of its two classes in their `shares`."""
+        is_target = targets != IGNORED
         if not training or not self.class_weights:
-            return int((targets != IGNORED).sum())
+            return int(is_target.sum())
         weights = np.array([float(value) for value in self.class_weights])
-        total = (shares * weights[targets.clip(min=0)] * (targets != IGNORED)).sum()
+        total = (shares * weights[targets.clip(min=0)] * is_target).sum()
         if others is not None:
             total += ((1 - shares) * weights[others]).sum()
         return float(total)
+
+
+def balanced_weights(class_ids: Iterable[np.ndarray], num_classes: int) -> list[float]:
+    """Return examples / (classes × examples of the class) for each class, 0 for one without examples.
+
+    class_ids: those of all examples, an array for each source; negative ids are no class."""
+    counts = np.zeros(num_classes)
+    for ids in class_ids:
+        counts += np.bincount(ids[ids >= 0], minlength=num_classes)
+    weights = counts.sum() / (num_classes * counts.clip(min=1))
+    return [float(weight) for weight in np.where(counts, weights, 0.0)]
+
+
+def are_class_weights(texts: list[str], num_classes: int) -> bool:
+    """Return whether these are a number of 0 or more for each class, not all 0."""
+    try:
+        weights = [float(text) for text in texts]
+    except ValueError:
+        return False
+    return len(weights) == num_classes and min(weights) >= 0 and 0 < sum(weights) < float("inf")
 
 
 @cache
@@ -175,7 +194,7 @@ def r_drop_sums(sums: dict[str, torch.Tensor], logits: torch.Tensor, alpha: floa
     """Return the training sums of rows that ran `twice`, (2 × rows, classes): half of `sums`, and `alpha` × `r_drop`.
 
     `r_drop` is the sum over rows of (KL(p ‖ q) + KL(q ‖ p)) / 2, where p and q are the predictions of both passes."""
-    one, other = at_least_float32(logits).log_softmax(-1).chunk(2)
-    divergence = ((one.exp() - other.exp()) * (one - other)).sum() / 2
+    log_p, log_q = at_least_float32(logits).log_softmax(-1).chunk(2)
+    divergence = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum() / 2
     halves = {name: value / 2 for name, value in sums.items()}
     return halves | {"loss": halves["loss"] + alpha * divergence, "r_drop": divergence.detach()}

@@ -16,16 +16,19 @@ def f1(predictions, references) -> float:
     """Return the harmonic mean of precision and recall, averaged over the labels that occur (macro), in float64."""
     labels, ids = np.unique(np.stack([predictions, references]), return_inverse=True)
     predicted, true = ids.reshape(2, -1)
-    count = partial(np.bincount, minlength=len(labels))
-    return float(np.mean(2 * count(true[predicted == true]) / (count(predicted) + count(true))))
+    count_labels = partial(np.bincount, minlength=len(labels))
+    correct = count_labels(true[predicted == true])
+    return float(np.mean(2 * correct / (count_labels(predicted) + count_labels(true))))
 
 
 def pearson(predictions, references) -> float:
     """Return the linear correlation of two vectors, in float64; NaN if one of them is constant."""
-    x, y = (np.asarray(values, np.float64) for values in (predictions, references))
+    x = np.asarray(predictions, np.float64)
+    y = np.asarray(references, np.float64)
     if (x == x[0]).all() or (y == y[0]).all():  # their mean may differ from them by rounding
         return float("nan")
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     return float(np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y)))
 
 
@@ -45,13 +48,13 @@ BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
 
 def _addon(name: str) -> ModuleType:
     """Return the add-on that loads metrics which are not built in; raise UsageError for the metric `name` without one."""
-    there = addon_names("metrics")
-    if not there:
+    addons = addon_names("metrics")
+    if not addons:
         raise UsageError(
-            f"metrics: what loads {name} is an add-on that is not here: restore addons/metrics/, or choose from "
+            f"metrics: {name} needs an add-on that is not here: restore addons/metrics/, or choose from "
             f"{', '.join(BUILT_IN)}"
         )
-    return load_addon("metrics", there[0])
+    return load_addon("metrics", addons[0])
 
 
 def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
@@ -64,7 +67,7 @@ def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
 
 
 def compute_metrics(names: list[str], predictions: list, references: list, trust_remote_code: bool) -> dict[str, float]:
-    """Return the numbers of the named metrics of class ids, numbers or texts."""
+    """Return the values of the named metrics of class ids, numbers or texts."""
     values: dict[str, float] = {}
     for name in names:
         if name in BUILT_IN:

@@ -68,31 +68,42 @@ class Task(base.Task):
     can_shorten = True
 
     def load(self) -> None:
-        o = self.options
-        decoder = load_text_decoder(self.cfg, o.max_length, o.chat_template)
+        options = self.options
+        decoder = load_text_decoder(self.cfg, options.max_length, options.chat_template)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length, self.vocab_size = decoder
-        if self.tokenizer is None and (o.chat_template or o.sample_prompt):
+        if self.tokenizer is None and (options.chat_template or options.sample_prompt):
             raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
-        self.packed_attention = PackedAttention(self.cfg, self.config) if o.packing else None
+        self.packed_attention = PackedAttention(self.cfg, self.config) if options.packing else None
         # Packed rows are nearly full, so they can all be as wide: then compiled layers have few graphs.
-        self.has_one_width = o.packing and self.cfg.compile and shapes_repeat(self.cfg)
-        self.row_settings = (self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
+        self.has_one_width = options.packing and self.cfg.compile and shapes_repeat(self.cfg)
+        self.row_settings = (
+            self.vocab_size,
+            self.max_length,
+            options.packing,
+            options.text_column,
+            options.append_eos,
+        )
         self.encoder = Encoder(self.tokenizer, *self.row_settings)
-        self.router = RouterLoss(self.config, o.router_aux_loss_coef)
+        self.router = RouterLoss(self.config, options.router_aux_loss_coef)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        return repr((self.tokenizer_text, getattr(self.tokenizer, "chat_template", None), *self.row_settings))
+        chat_template = getattr(self.tokenizer, "chat_template", None)
+        return repr((self.tokenizer_text, chat_template, *self.row_settings))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         self.encoder = replace(self.encoder)  # each split may have another format
-        needed, made = self.encoder.choose(examples.column_names, split, examples.features)
-        made = [*made, "documents"] if self.options.packing else made  # lengths of the documents in a row
-        lists = ("input_ids", "labels", "documents")
-        return needed, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in made})
+        needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
+        if self.options.packing:
+            columns = [*columns, "documents"]  # lengths of the documents in a row
+        types: dict[str, Any] = {}
+        for name in columns:
+            is_list = name in ("input_ids", "labels", "documents")
+            types[name] = List(Value("int32")) if is_list else Value("int64")
+        return needed, Features(types)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         rows = self.encoder.encode_batch(batch, locations)
@@ -114,9 +125,10 @@ class Task(base.Task):
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         if self.has_one_width and training:
             width = self.max_length
+        else:
+            width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         ids = np.zeros((len(rows), width), np.int64)
         targets = np.full((len(rows), width), IGNORED, np.int64)
         for i, row in enumerate(rows):
@@ -132,21 +144,23 @@ class Task(base.Task):
         if self.packed_attention:
             inputs |= self.packed_attention.inputs([row["documents"] for row in rows], width)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
+        num_targets = int((targets != IGNORED).sum())
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
-        return Batch(tensors, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
+        return Batch(tensors, num_targets, sum(lengths), ids.size, {"bytes": text_bytes})
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         targets = inputs["targets"]
         experts = {"output_router_logits": True} if self.router.coefficient else {}
         scored = score_tokens(model, inputs, self.plain_head, **experts)
-        chosen = inputs.get("target_positions")
-        sums = sums_from_scored(scored, targets.flatten(), model.training, self.options, chosen)
+        positions = inputs.get("target_positions")
+        sums = sums_from_scored(scored, targets.flatten(), model.training, self.options, positions)
         if not self.router.coefficient:
             return sums
         is_real = torch.arange(targets.shape[1], device=targets.device) < inputs["lengths"][:, None]
-        balance = self.router.by_row(scored.router_logits, is_real)
-        aux_loss = (balance * (targets != IGNORED).sum(1)).sum()
-        return sums | {"loss": sums["loss"] + self.router.coefficient * aux_loss, "aux_loss": aux_loss.detach()}
+        targets_in_row = (targets != IGNORED).sum(1)
+        aux_loss = (self.router.by_row(scored.router_logits, is_real) * targets_in_row).sum()
+        loss = sums["loss"] + self.router.coefficient * aux_loss
+        return sums | {"loss": loss, "aux_loss": aux_loss.detach()}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.router.coefficient:
@@ -156,24 +170,26 @@ class Task(base.Task):
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         cross_entropy = sums["loss"] - self.router.coefficient * sums.get("aux_loss", 0.0)
         perplexity = math.exp(min(cross_entropy / weight, 700.0))
-        numbers = {"perplexity": perplexity, "accuracy": sums["correct"] / weight}
+        metrics = {"perplexity": perplexity, "accuracy": sums["correct"] / weight}
         if "aux_loss" in sums:
-            numbers["aux_loss"] = sums["aux_loss"] / weight
+            metrics["aux_loss"] = sums["aux_loss"] / weight
         if sums["bytes"]:
-            numbers["bits_per_byte"] = cross_entropy / math.log(2) / sums["bytes"]
-        return numbers
+            metrics["bits_per_byte"] = cross_entropy / math.log(2) / sums["bytes"]
+        return metrics
 
     def sample(self, model: torch.nn.Module) -> str | None:
-        o, tokenizer = self.options, self.tokenizer
-        if not o.sample_prompt:
+        prompt = self.options.sample_prompt
+        tokenizer = self.tokenizer
+        if not prompt:
             return None
-        ids = tokenizer(o.sample_prompt)["input_ids"] or [tokenizer.eos_token_id]  # a tokenizer may drop spaces
-        inputs = torch.tensor([ids[-self.max_length // 2 :]], device=next(model.parameters()).device)
+        ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]  # a tokenizer may drop spaces
+        device = next(model.parameters()).device
+        inputs = torch.tensor([ids[-self.max_length // 2 :]], device=device)
         torch.manual_seed(self.cfg.seed)
         tokens = cast(Any, model.eval()).generate(  # without dropout
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(o.sample_tokens, self.max_length - inputs.shape[1]),
+            max_new_tokens=min(self.options.sample_tokens, self.max_length - inputs.shape[1]),
             do_sample=True,
             temperature=0.7,
             top_k=40,

@@ -65,27 +65,37 @@ class Task(base.Task):
         return self.classes.names
 
     def load(self) -> None:
-        o = self.options
-        encoder = load_text_encoder(self.cfg, o.max_length)
+        options = self.options
+        encoder = load_text_encoder(self.cfg, options.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
-        default = ["pearson", "spearman"] if o.regression else ["f1"]
-        self.metric_names = check_metrics(o.metrics or default, self.cfg.trust_remote_code)
-        self.text_columns = [name for name in (o.text_column, o.text_pair_column) if name]
+        default_metrics = ["pearson", "spearman"] if options.regression else ["f1"]
+        self.metric_names = check_metrics(options.metrics or default_metrics, self.cfg.trust_remote_code)
+        self.text_columns = [options.text_column]
         self.token_columns = ["input_ids"]
-        has_types = "token_type_ids" in self.tokenizer.model_input_names
-        if has_types and o.text_pair_column and getattr(self.config, "type_vocab_size", 0) > 1:
-            self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
-        self.classes = Labels(o.label_column)
-        if o.regression:
-            self.classes = Labels(o.label_column, ["value"])  # the name of the only output
+        if options.text_pair_column:
+            self.text_columns.append(options.text_pair_column)
+            has_types = "token_type_ids" in self.tokenizer.model_input_names
+            if has_types and getattr(self.config, "type_vocab_size", 0) > 1:
+                self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
+        self.classes = Labels(options.label_column)
+        if options.regression:
+            self.classes = Labels(options.label_column, ["value"])  # the name of the only output
         elif self.cfg.model_name_or_path:
             self.classes = self.classes.of_model(self.config)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        columns = (self.token_columns, self.text_columns, self.options.label_column)
-        return repr((self.tokenizer_text, self.max_length, *columns, self.labels, self.options.regression))
+        settings = (
+            self.tokenizer_text,
+            self.max_length,
+            self.token_columns,
+            self.text_columns,
+            self.options.label_column,
+            self.labels,
+            self.options.regression,
+        )
+        return repr(settings)
 
     def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
@@ -99,8 +109,11 @@ class Task(base.Task):
         return needed, Features(features | {"label": label})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        read = self.classes.numbers if self.options.regression else self.classes.ids
-        labels = read(batch[self.options.label_column], locations)
+        raw_labels = batch[self.options.label_column]
+        if self.options.regression:
+            labels = self.classes.numbers(raw_labels, locations)
+        else:
+            labels = self.classes.ids(raw_labels, locations)
         encoded, counts = tokenize_columns(self.tokenizer, batch, self.text_columns, self.max_length, locations)
         columns = {name: encoded[name] for name in self.token_columns}
         return columns | counts | {"label": labels, "targets": [1] * len(labels)}
@@ -126,29 +139,43 @@ class Task(base.Task):
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         padding = dict.fromkeys(self.token_columns, 0) | {"input_ids": self.tokenizer.pad_token_id}
         inputs = pad_columns(rows, padding, width)
-        # A number is float32, because some devices lack float64; a class id is an integer.
-        dtype = getattr(np, self.cfg.dtype.replace("bfloat16", "float32")) if self.options.regression else np.int64
+        dtype = np.int64
+        if self.options.regression:  # in float64 only if the model is: some devices lack it
+            dtype = np.dtype(self.cfg.dtype.replace("bfloat16", "float32"))
         inputs["labels"] = np.array([row["label"] for row in rows], dtype)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
         weight = self.options.weigh(training, inputs["labels"])
         return Batch(tensors, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        alpha = self.options.r_drop_alpha if model.training else 0.0
-        inputs = cross_entropy.twice(inputs) if alpha else inputs
-        logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
-            prediction = cross_entropy.at_least_float32(logits[:, 0]) if model.training else logits[:, 0].double()
-            error = prediction - labels
-            sums = {"loss": error.square().sum()} | ({} if model.training else {"absolute_error": error.abs().sum()})
-        else:
-            prediction = logits.argmax(-1)
-            sums = sums_from_logits(logits, labels, model.training, self.options)
-            sums = cross_entropy.r_drop_sums(sums, logits, alpha) if alpha else sums
-        return sums if model.training else sums | {"prediction": prediction, "label": labels}
+            return self._squared_error(model, inputs)
+        r_drop_alpha = self.options.r_drop_alpha if model.training else 0.0
+        if r_drop_alpha:
+            inputs = cross_entropy.twice(inputs)
+        labels = inputs["labels"]
+        logits = self._logits(model, inputs)
+        sums = sums_from_logits(logits, labels, model.training, self.options)
+        if r_drop_alpha:
+            sums = cross_entropy.r_drop_sums(sums, logits, r_drop_alpha)
+        if model.training:
+            return sums
+        return sums | {"prediction": logits.argmax(-1), "label": labels}
+
+    def _squared_error(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = inputs["labels"]
+        output = self._logits(model, inputs)[:, 0]
+        if model.training:
+            error = cross_entropy.at_least_float32(output) - labels
+            return {"loss": error.square().sum()}
+        prediction = output.double()
+        error = prediction - labels
+        sums = {"loss": error.square().sum(), "absolute_error": error.abs().sum()}
+        return sums | {"prediction": prediction, "label": labels}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        logits, labels = self._logits(model, inputs), inputs["labels"]
+        labels = inputs["labels"]
+        logits = self._logits(model, inputs)
         if self.options.regression:
             error = cross_entropy.at_least_float32(logits[:, 0]) - labels
             return {"loss": error.square(), "weight": torch.ones_like(labels)}
@@ -166,5 +193,6 @@ class Task(base.Task):
         return {"accuracy": sums["correct"] / weight}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
+        predictions = rows["prediction"].tolist()
+        labels = rows["label"].tolist()
         return compute_metrics(self.metric_names, predictions, labels, self.cfg.trust_remote_code)

@@ -30,9 +30,9 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls, addon)
     if cls in FUSED:
         options["fused"] = fused
+    factors = lr_factors(groups)
+    make = getattr(addon, "make", None)
     with errors_of(f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters"):
-        factors = lr_factors(groups)
-        make = getattr(addon, "make", None)
         optimizer = make(cfg, cls, groups, options) if make else cls(groups, **options)
     if lr_factors(optimizer.param_groups) != factors:
         raise UsageError(
@@ -44,7 +44,11 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
 
 def lr_factors(groups: list[dict]) -> dict[int, float]:
     """Return {id of a parameter: factor of its rate} where it is not 1."""
-    return {id(p): group["lr_factor"] for group in groups if "lr_factor" in group for p in group["params"]}
+    factors = {}
+    for group in groups:
+        if "lr_factor" in group:
+            factors |= {id(parameter): group["lr_factor"] for parameter in group["params"]}
+    return factors
 
 
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
@@ -52,27 +56,34 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
 
     `parameter_groups`, `lr_layer_decay` and an optimizer for hidden matrices split them further. The rate of a group is
     that of the schedule times its `lr_factor`, by default 1."""
-    parameters, rules = named_parameters(model), cfg.parameter_groups or {}
+    parameters = named_parameters(model)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    rules = cfg.parameter_groups or {}
     pattern_of = first_match(rules, parameters, "parameter_groups")
-    depths, layers = layer_depths(model) if cfg.lr_layer_decay else ({}, 0)
+    decay_of_layers = layer_factors(model, cfg.lr_layer_decay) if cfg.lr_layer_decay else {}
     _, addon = find_optimizer(cfg.optim)
     hidden = addon.hidden_matrices(model, cfg.optim) if hasattr(addon, "hidden_matrices") else None
     groups: dict[tuple, dict] = {}
-    for name, parameter in sorted(parameters.items(), key=lambda item: dimensions(item[1]) < 2):
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in sorted(trained.items(), key=lambda item: dimensions(item[1]) < 2):
         rule = rules.get(pattern_of.get(name, ""), {})
         decay = cfg.weight_decay if dimensions(parameter) >= 2 else 0.0
         fields = {"weight_decay": rule.get("weight_decay", decay)}
         factor = rule.get("lr_factor", 1.0)
         if cfg.lr_layer_decay:
-            factor *= cfg.lr_layer_decay ** (layers + 1 - depths[name])
+            factor *= decay_of_layers[name]
         if factor != 1.0:
             fields["lr_factor"] = factor  # a class may set the `lr` of a group: `Backend.prepare` multiplies both
         if hidden is not None:
             fields["hidden"] = name in hidden
-        groups.setdefault(tuple(fields.values()), {"params": []} | fields)["params"].append(parameter)
+        group = groups.setdefault(tuple(fields.values()), {"params": []} | fields)
+        group["params"].append(parameter)
     return list(groups.values())
+
+
+def layer_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:
+    """Return {parameter name: factor of its rate}: `decay` once for each layer between it and the output."""
+    depths, num_layers = layer_depths(model)
+    return {name: decay ** (num_layers + 1 - depth) for name, depth in depths.items()}
 
 
 def dimensions(parameter: torch.nn.Parameter) -> int:
@@ -85,21 +96,36 @@ def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
 
     Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter between two lists has
     the depth of the layer before it. Raise UsageError if the model has no such list."""
-    names, layers = list(named_parameters(model)), []
-    for path, module in (model.model if isinstance(model, ModelWithLoss) else model).named_modules():
-        if isinstance(module, torch.nn.ModuleList) and not f"{path}.".startswith(tuple(layers)):
-            layers += [f"{plain_name(path)}.{i}." for i in range(len(module))]
-    layer_of = {name: number for number, layer in enumerate(layers, 1) for name in names if name.startswith(layer)}
+    names = list(named_parameters(model))
+    prefixes = layer_prefixes(model)
+    layer_of = {}  # 1 … n, by the name of a parameter
+    for number, prefix in enumerate(prefixes, 1):
+        layer_of |= {name: number for name in names if name.startswith(prefix)}
     if not layer_of:
         raise UsageError(
             f"lr_layer_decay or optim: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
             "layers in a torch.nn.ModuleList"
         )
-    last = max(names.index(name) for name in layer_of)
-    depths, depth = {}, 0
+    last = max(names.index(name) for name in layer_of)  # the last parameter that is in a layer
+    depths = {}
+    depth = 0
     for i, name in enumerate(names):
-        depths[name] = depth = layer_of.get(name, depth if i < last else len(layers) + 1)
-    return depths, len(layers)
+        if name in layer_of:
+            depth = layer_of[name]
+        elif i > last:
+            depth = len(prefixes) + 1
+        depths[name] = depth
+    return depths, len(prefixes)
+
+
+def layer_prefixes(model: torch.nn.Module) -> list[str]:
+    """Return the prefix of the parameter names of each layer, such as `h.0.`."""
+    prefixes: list[str] = []
+    for path, submodule in without_loss(model).named_modules():
+        is_inside_layer = f"{path}.".startswith(tuple(prefixes))
+        if isinstance(submodule, torch.nn.ModuleList) and not is_inside_layer:
+            prefixes += [f"{plain_name(path)}.{i}." for i in range(len(submodule))]
+    return prefixes
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -107,17 +133,27 @@ def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by the names that checkpoints hold; tied ones once."""
-    model = model.model if isinstance(model, ModelWithLoss) else model
-    return {plain_name(name): p for name, p in model.named_parameters()}
+    return {plain_name(name): parameter for name, parameter in without_loss(model).named_parameters()}
+
+
+def without_loss(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the task's model."""
+    return model.model if isinstance(model, ModelWithLoss) else model
 
 
 def matching(pattern: str, names: Iterable[str], field: str) -> list[str]:
     """Return the names that the pattern of `field` matches; raise UsageError if there is none."""
-    if matches := [name for name in names if fnmatchcase(name, pattern)]:
-        return matches
-    raise UsageError(f"{field}: {pattern} matches no parameter{did_you_mean(pattern, names)} (* stands for any text)")
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches:
+        hint = did_you_mean(pattern, names)
+        raise UsageError(f"{field}: {pattern} matches no parameter{hint} (* stands for any text)")
+    return matches
 
 
 def first_match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
     """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
-    return {name: pattern for pattern in [*patterns][::-1] for name in matching(pattern, names, field)}
+    pattern_of = {}
+    for pattern in patterns:
+        for name in matching(pattern, names, field):
+            pattern_of.setdefault(name, pattern)
+    return pattern_of
