@@ -31,7 +31,8 @@ def encode_chat(
         text, spans = render_chat(tokenizer, chat, template)
         text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    ids = list(encoded["input_ids"])
+    offsets = encoded["offset_mapping"]
     is_target = _tokens_in_spans(offsets, spans, also_partly=marks_turns(template))
     labels = np.where(is_target, ids, IGNORED).tolist() if ids else []
     _warn_of_template(tokenizer, chat, template, text, spans, labels)

@@ -44,30 +44,45 @@ def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], P
     No place is known if the template writes something else when texts are marked, for example because it compares
     names."""
     texts, marked = _render_marked(render, chat, also_empty=True)
-    if MARKED_TEXT.sub(r"\2", marked) != rendered and not all(text.text for text in texts):
-        texts, marked = _render_marked(
-            render, chat, also_empty=False
-        )  # a template may test whether a turn says anything
-    if MARKED_TEXT.sub(r"\2", marked) != rendered:
+    if _without_marks(marked) != rendered and not all(text.text for text in texts):
+        # A template may test whether a turn says anything.
+        texts, marked = _render_marked(render, chat, also_empty=False)
+    if _without_marks(marked) != rendered:
         _check_by_search(chat, texts, rendered)
         return texts, Places({}, {})
-    written: set[int] = set()
+    places, written = _read_marks(texts, marked)
+    _check_written(chat, texts, written)
+    return texts, places
+
+
+def _read_marks(texts: list[Text], marked: str) -> tuple[Places, set[int]]:
+    """Return the places of the texts of each turn, without marks, and the numbers of the texts that are written."""
     places = Places({}, {})
+    written: set[int] = set()
     characters_of_marks = 0
     for match in MARKED_TEXT.finditer(marked):
-        text = texts[int(match[1])]
+        number = int(match[1])
+        text = texts[number]
         if match[2] in ways_to_write(text.text):
-            written.add(int(match[1]))
+            written.add(number)
         begin = match.start() - characters_of_marks
         places.begins.setdefault(text.turn, begin)
         places.ends[text.turn] = begin + len(match[2])
         characters_of_marks += len(match[0]) - len(match[2])
+    return places, written
+
+
+def _check_written(chat: Chat, texts: list[Text], written: set[int]) -> None:
+    """Raise ValueError for the first text that is not written; reasoning may be written under another of its names."""
     reasoning_written = {(texts[k].turn, texts[k].text) for k in written if texts[k].is_reasoning}
     for k, text in enumerate(texts):
         has_another_name = text.is_reasoning and (text.turn, text.text) in reasoning_written
         if text.text and k not in written and not has_another_name:
             _refuse(chat, text, [texts[k] for k in written])
-    return texts, places
+
+
+def _without_marks(marked: str) -> str:
+    return MARKED_TEXT.sub(r"\2", marked)
 
 
 def _render_marked(render: Render, chat: Chat, also_empty: bool) -> tuple[list[Text], str]:
@@ -83,29 +98,40 @@ def choose_render(render: Render, chat: Chat) -> Render:
     def render_parts(turns: list[dict], **options: Any) -> str:
         return render([_with_parts(turn) for turn in turns], **options)
 
-    # The longest text: a short one may stand in a header. Not the assistant's: a template may leave out its reasoning.
-    said = [turn for turn in chat.turns if isinstance(turn["content"], str) and turn["content"].strip()]
-    said = [turn for turn in said if turn["role"] != "assistant"] or said
-    texts: list[str] = [turn["content"].strip() for turn in said]
-    longest = max(texts, key=len, default="")
+    longest = _longest_text(chat)
     if longest in (_render_or_none(render, chat.turns) or ""):
         return render
-    return render_parts if longest in (_render_or_none(render_parts, chat.turns) or "") else render
+    if longest in (_render_or_none(render_parts, chat.turns) or ""):
+        return render_parts
+    return render
+
+
+def _longest_text(chat: Chat) -> str:
+    """Return the longest text of a chat: a short one may stand in a header.
+
+    Not the assistant's, unless there is no other: a template may leave out its reasoning."""
+    turns = [turn for turn in chat.turns if isinstance(turn["content"], str) and turn["content"].strip()]
+    of_others = [turn for turn in turns if turn["role"] != "assistant"]
+    texts: list[str] = [turn["content"].strip() for turn in of_others or turns]
+    return max(texts, key=len, default="")
 
 
 def _with_parts(turn: dict) -> dict:
     """Return a turn with its text as a list of one part."""
     content = turn["content"]
-    return turn | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+    if not isinstance(content, str):
+        return turn
+    return turn | {"content": [{"type": "text", "text": content}]}
 
 
 def check_parts(render: Render, chat: Chat, rendered: str) -> None:
     """Raise ValueError if the template writes no calls, no tools, or values as Python code."""
     for name in CALLS:
-        calling = [i for i, turn in enumerate(chat.turns) if turn.get(name)]
-        without = [{key: value for key, value in turn.items() if key != name} for turn in chat.turns]
-        if calling and _render_or_none(render, without) == rendered:
-            raise ValueError(f"the chat template does not write the {name} of turn {calling[0]}: {OTHER_TEMPLATE}")
+        calling_turns = [i for i, turn in enumerate(chat.turns) if turn.get(name)]
+        if calling_turns and _render_or_none(render, _without_key(chat.turns, name)) == rendered:
+            raise ValueError(
+                f"the chat template does not write the {name} of turn {calling_turns[0]}: {OTHER_TEMPLATE}"
+            )
     if chat.tools and _render_or_none(render, chat.turns, tools=None) == rendered:
         raise ValueError(f"the chat template does not write the `tools` of the row: {OTHER_TEMPLATE}")
     for i, turn in enumerate(chat.turns):
@@ -115,13 +141,23 @@ def check_parts(render: Render, chat: Chat, rendered: str) -> None:
             _check_arguments(i, function.get("arguments"), chat, rendered)
 
 
+def _without_key(turns: list[dict], name: str) -> list[dict]:
+    """Return the turns without one of their keys."""
+    copies = [dict(turn) for turn in turns]
+    for turn in copies:
+        turn.pop(name, None)
+    return copies
+
+
 def _check_arguments(i: int, arguments: Any, chat: Chat, rendered: str) -> None:
     """Raise ValueError if the template writes arguments as Python code, or those that are JSON text in quotes."""
     if isinstance(arguments, str):
         quoted = json.dumps(arguments, ensure_ascii=False)
         if quoted in rendered and not any(quoted in str(turn["content"]) for turn in chat.turns):
             raise ValueError(f"the chat template quotes the arguments of turn {i} again: give a mapping, not text")
-    elif arguments and repr(arguments) != json.dumps(arguments, ensure_ascii=False) and repr(arguments) in rendered:
+        return
+    as_python = repr(arguments)
+    if arguments and as_python != json.dumps(arguments, ensure_ascii=False) and as_python in rendered:
         raise ValueError(
             f"the chat template writes the arguments of turn {i} as Python code: give JSON text, or another template"
         )
@@ -143,7 +179,7 @@ def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
 
     With `also_empty`, a turn without any text has a mark where its content would be."""
     marked = dict(turn)
-    known = len(texts)
+    texts_before = len(texts)
     for name in REASONING:
         if name in turn:
             marked[name] = _mark(turn[name], Text(i, name, "", is_reasoning=True, is_content=False), texts)
@@ -155,55 +191,63 @@ def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
     for name in CALLS:
         if name in turn:
             marked[name] = _mark_calls(turn[name], Text(i, name, "", is_reasoning=False, is_content=False), texts)
-    if also_empty and len(texts) == known and isinstance(turn["content"], str):
+    if also_empty and len(texts) == texts_before and isinstance(turn["content"], str):
         marked["content"] = _add_mark(turn["content"], content, texts)
     return marked
 
 
-def _mark(value: Any, kind: Text, texts: list[Text]) -> Any:
-    """Return `value` with marks around its text, or around each text in nested dicts and lists."""
+def _mark(value: Any, owner: Text, texts: list[Text]) -> Any:
+    """Return `value` with marks around its text, or around each text in nested dicts and lists.
+
+    `owner`: the part of a turn that holds `value`; each text is one like it."""
     if isinstance(value, dict):
-        return {key: _mark(item, kind, texts) for key, item in value.items()}
+        return {key: _mark(item, owner, texts) for key, item in value.items()}
     if isinstance(value, list):
-        return [_mark(item, kind, texts) for item in value]
-    return _add_mark(value, kind, texts) if isinstance(value, str) and value.strip() else value
+        return [_mark(item, owner, texts) for item in value]
+    if isinstance(value, str) and value.strip():
+        return _add_mark(value, owner, texts)
+    return value
 
 
-def _add_mark(value: str, kind: Text, texts: list[Text]) -> str:
+def _add_mark(value: str, owner: Text, texts: list[Text]) -> str:
     """Return a text with marks within the spaces around it."""
     text = value.strip()
     begin = value.index(text)
-    texts.append(kind._replace(text=text))
-    return f"{value[:begin]}\ufdd0{len(texts) - 1}\ufdd1{text}\ufdd2{value[begin + len(text) :]}"
+    texts.append(owner._replace(text=text))
+    number = len(texts) - 1
+    spaces_after = value[begin + len(text) :]
+    return f"{value[:begin]}\ufdd0{number}\ufdd1{text}\ufdd2{spaces_after}"
 
 
-def _mark_reasoning_and_answer(content: str, kind: Text, texts: list[Text]) -> str:
+def _mark_reasoning_and_answer(content: str, owner: Text, texts: list[Text]) -> str:
     """Return an assistant's content with marks around its texts: those between <think> and </think> are reasoning."""
-    pieces = THINK_TAG.split(content)  # text, tag, text, tag, …, text
-    for at in range(0, len(pieces), 2):
-        is_reasoning = at + 1 < len(pieces) and pieces[at + 1] == "</think>"
+    parts = THINK_TAG.split(content)  # text, tag, text, tag, …, text
+    for i in range(0, len(parts), 2):
+        is_reasoning = parts[i + 1 : i + 2] == ["</think>"]
         name = "reasoning in the content" if is_reasoning else "content"
-        pieces[at] = _mark(pieces[at], kind._replace(name=name, is_reasoning=is_reasoning), texts)
-    return "".join(pieces)
+        parts[i] = _mark(parts[i], owner._replace(name=name, is_reasoning=is_reasoning), texts)
+    return "".join(parts)
 
 
-def _mark_calls(value: Any, kind: Text, texts: list[Text]) -> Any:
+def _mark_calls(value: Any, owner: Text, texts: list[Text]) -> Any:
     """Return calls with marks around the names of functions and the texts of their arguments."""
     if isinstance(value, list):
-        return [_mark_calls(call, kind, texts) for call in value]
+        return [_mark_calls(call, owner, texts) for call in value]
     if not isinstance(value, dict):
         return value
     function = value.get("function", value)
     marked = dict(function)
     for key in ("name", "arguments"):
         if key in function:
-            marked[key] = _mark(function[key], kind, texts)
+            marked[key] = _mark(function[key], owner, texts)
     return value | {"function": marked} if "function" in value else marked
 
 
 def _functions(turn: dict) -> list[dict]:
     """Return the functions, with name and arguments, that a turn calls."""
-    calls = [*(turn.get("tool_calls") or ()), *([turn["function_call"]] if turn.get("function_call") else ())]
+    calls = list(turn.get("tool_calls") or ())
+    if turn.get("function_call"):
+        calls.append(turn["function_call"])
     return [call.get("function", call) for call in calls if isinstance(call, dict)]
 
 
@@ -221,11 +265,21 @@ def _check_by_search(chat: Chat, texts: list[Text], rendered: str) -> None:
     for text in texts:
         ways = ways_to_write(text.text)
         # Usually a text follows the one before it, so the whole chat is searched only for one that a template has moved.
-        begin = next((begin for way in ways if (begin := rendered.find(way, end)) >= 0), -1)
-        if begin >= 0:
-            end = begin + len(text.text) if text.is_content else end
+        begin = _find_first(rendered, ways, end)
+        if begin is not None:
+            if text.is_content:
+                end = begin + len(text.text)
         elif not any(way in rendered for way in ways):
             _refuse(chat, text, [other for other in texts if other.text in rendered])
+
+
+def _find_first(rendered: str, ways: tuple[str, ...], start: int) -> int | None:
+    """Return where the first of these ways to write a text stands after `start`."""
+    for way in ways:
+        begin = rendered.find(way, start)
+        if begin >= 0:
+            return begin
+    return None
 
 
 def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
@@ -233,12 +287,14 @@ def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
     is_answer = chat.turns[text.turn]["role"] == "assistant"
     if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
         return
-    what = f"the chat template does not write the {text.name} of turn {text.turn}"
+    problem = f"the chat template does not write the {text.name} of turn {text.turn}"
     if text.is_reasoning and any(other.name == text.name and other.turn > text.turn for other in written):
         raise ValueError(
-            f"{what}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
+            f"{problem}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
             "`train: false` in the earlier ones, or give --chat_template FILE with a template that writes it"
         )
     if text.is_content:
-        raise ValueError(f"{what} as it is: give --chat_template FILE with a template that writes {text.text[:40]!r}")
-    raise ValueError(f"{what}: {OTHER_TEMPLATE}")
+        raise ValueError(
+            f"{problem} as it is: give --chat_template FILE with a template that writes {text.text[:40]!r}"
+        )
+    raise ValueError(f"{problem}: {OTHER_TEMPLATE}")

@@ -55,7 +55,8 @@ def read_chat(messages: Any, tools: Any, structs: Structs = NO_STRUCTS) -> Chat:
     if structs.anywhere and isinstance(tools, list):  # those that are JSON text have no filled nulls
         tools = [_drop_filled_nulls(tool, structs, f"the schema of tool {i}") for i, tool in enumerate(tools)]
     tools = _read_tools(tools)
-    turns, is_trained = [], []
+    turns = []
+    is_trained = []
     for i, message in enumerate(messages):
         turn = {key: value for key, value in message.items() if value is not None}
         for name in CALLS:
@@ -129,7 +130,7 @@ def _check_keys(i: int, turn: dict) -> None:
 
 def _read_training(i: int, turn: dict) -> bool:
     """Return whether turn `i` is trained on, and remove the keys that say so."""
-    asked = {}
+    answers = {}  # by key: whether the turn is trained on
     for key in (*TRAIN_KEYS, NOT_TRAINED_KEY):
         if key in turn:
             value = turn.pop(key)
@@ -138,16 +139,15 @@ def _read_training(i: int, turn: dict) -> bool:
                     f"turn {i} has `{key}` {value!r}: a turn is trained on (true or 1) or not (false or 0): for other "
                     "weights give rows of input_ids and labels"
                 )
-            asked[key] = bool(value) != (key == NOT_TRAINED_KEY)
-    if len(set(asked.values())) > 1:
-        raise ValueError(f"turn {i} has {' and '.join(asked)}, which say the opposite: remove one of them")
+            answers[key] = not value if key == NOT_TRAINED_KEY else bool(value)
+    if len(set(answers.values())) > 1:
+        raise ValueError(f"turn {i} has {' and '.join(answers)}, which say the opposite: remove one of them")
     if turn["role"] != "assistant":
-        if any(asked.values()):
-            warn_once(
-                f"messages: only turns of the assistant are trained on: `{next(iter(asked))}` of others is not used"
-            )
+        if any(answers.values()):
+            key = next(iter(answers))
+            warn_once(f"messages: only turns of the assistant are trained on: `{key}` of others is not used")
         return False
-    return all(asked.values())
+    return all(answers.values())
 
 
 def _read_content(i: int, turn: dict) -> Any:
@@ -163,9 +163,9 @@ def _read_content(i: int, turn: dict) -> Any:
     if turn["role"] == "tool" and isinstance(content, list | dict):
         return content
     if parts and all(isinstance(part, dict) for part in parts):
-        kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
+        types = sorted({str(part.get("type")) for part in parts} - {"text"})
         raise ValueError(
-            f"the content of turn {i} has parts of type {', '.join(kinds) or 'text without `text`'}: this task reads text "
+            f"the content of turn {i} has parts of type {', '.join(types) or 'text without `text`'}: this task reads text "
             "only: give one string, or parts of type text"
         )
     raise ValueError(f"the content of turn {i} is {type(content).__name__}: give one string, or parts of type text")
@@ -211,7 +211,12 @@ def _drop_filled_nulls(value: Any, structs: Structs, where: str) -> Any:
 
 def _path_of_null(value: Any) -> str:
     """Return the keys, joined with dots, of the first null in nested dicts and lists, or an empty text."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    else:
+        return ""
     for key, item in items:
         if item is None:
             return str(key)

@@ -4,7 +4,7 @@ Add a format of rows here: an `_encode_*` generator and its line in `choose`.
 Tests: tests/src/tasks/test_causal_lm.py, tests/engine/config/test_bad_input.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -24,9 +24,11 @@ from engine.text.tokenize_and_pack import (
 )
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
-MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
-MEANINGFUL += " token_type_ids seq_lengths cu_seqlens tools label system documents functions chat_template_kwargs"
-MEANINGFUL += " image images audio video videos weight weights sample_weight loss_weight"
+MEANINGFUL = """
+    attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids
+    token_type_ids seq_lengths cu_seqlens tools label system documents functions chat_template_kwargs
+    image images audio video videos weight weights sample_weight loss_weight
+"""
 OTHER_FORMATS = {  # columns of a format -> how to convert it
     "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
     "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
@@ -36,6 +38,15 @@ OTHER_FORMATS = {  # columns of a format -> how to convert it
     "turn['from']), 'content': turn['value']} for turn in row['conversations']]}).to_json(NEW)",
 }
 OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
+
+
+class Format(NamedTuple):
+    """A format of rows: its columns, whether there are labels, and the generator that encodes a batch."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    has_labels: bool
+    encode: Callable[..., Iterator["Document"]]
 
 
 class Document(NamedTuple):
@@ -65,35 +76,44 @@ class Encoder:
         `features`: the types of the columns, if they are known."""
         is_rated = getattr((features or {}).get("label"), "dtype", None) == "bool"
         rating = ("label",) if is_rated else ()  # whether an answer is good, as in rows for KTO
-        formats = [  # required columns, optional ones, whether there are labels, generator; the first that fits
-            (("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
-            (("messages",), ("tools", *rating), True, self._encode_messages),
-            (("prompt", "completion"), rating, True, self._encode_completions),
-            ((self.text_column,), (), False, self._encode_texts),
+        formats = [
+            Format(("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
+            Format(("messages",), ("tools", *rating), True, self._encode_messages),
+            Format(("prompt", "completion"), rating, True, self._encode_completions),
+            Format((self.text_column,), (), False, self._encode_texts),
         ]
-        fitting = [each for each in formats if {*each[0]} <= {*columns}]
+        fitting = [each for each in formats if {*each.required} <= {*columns}]
         if not fitting:
-            conversion = next((text for names, text in OTHER_FORMATS.items() if {*names.split()} <= {*columns}), "")
             raise UsageError(
                 f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
-                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{conversion}"
+                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{_conversion(columns)}"
             )
-        required, optional, has_labels, self.encode = fitting[0]
-        if self.tokenizer is None and required != ("input_ids",):
+        chosen = fitting[0]
+        if self.tokenizer is None and chosen.required != ("input_ids",):
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
-        needed = [name for name in (*required, *optional) if name in columns]
-        meaningful = [*MEANINGFUL.split(), *(name for names, *_ in fitting for name in names)]
-        if ignored := [name for name in columns if name in meaningful and name not in needed]:
+        needed = [name for name in (*chosen.required, *chosen.optional) if name in columns]
+        meaningful: list[str] = [*MEANINGFUL.split()]
+        for other in fitting:
+            meaningful += other.required
+        ignored = [name for name in columns if name in meaningful and name not in needed]
+        if ignored:
             warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
         self.structs = find_structs(features, needed)
-        self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
-        return needed, self.made
+        self.encode = chosen.encode
+        self.encoded_columns = ["input_ids", "length", "targets", "bytes", "cut"]
+        if chosen.has_labels:
+            self.encoded_columns.insert(1, "labels")
+        return needed, self.encoded_columns
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return the encoded columns of a batch of raw rows. An error names the location of the row."""
         _refuse_bad_answers(batch.get("label") or (), locations)
-        rows = [row for document in self.encode(batch, locations) for row in self._rows(document)]
-        return {name: [row[name] for row in rows] for name in self.made}
+        columns: dict[str, list] = {name: [] for name in self.encoded_columns}
+        for document in self.encode(batch, locations):
+            for row in self._rows(document):
+                for name, values in columns.items():
+                    values.append(row[name])
+        return columns
 
     def pack(self, rows: dict[str, list]) -> dict[str, list]:
         """Return encoded rows packed into fuller ones, with the lengths of their `documents`."""
@@ -102,8 +122,12 @@ class Encoder:
     def _rows(self, document: Document) -> Iterator[dict]:
         """Yield a document as one row truncated to max_length; with packing, as several rows of up to max_length."""
         length = len(document.ids)
-        for start in range(0, max(length, 1), self.max_length) if self.packing else [0]:
-            ids, labels, sizes = (values[start : start + self.max_length] for values in document)
+        starts = range(0, max(length, 1), self.max_length) if self.packing else [0]
+        for start in starts:
+            stop = start + self.max_length
+            ids = document.ids[start:stop]
+            labels = document.labels[start:stop]
+            sizes = document.sizes[start:stop]
             is_target = np.array(labels[1:]) != IGNORED  # never the first token of a row: no token precedes it
             yield {
                 "input_ids": ids,
@@ -119,8 +143,8 @@ class Encoder:
     def _encode_texts(self, batch: dict[str, list], locations) -> Iterator[Document]:
         texts = batch[self.text_column]
         require_text(texts, self.text_column, locations)
-        for encoded in tokenize_with_bytes(self.tokenizer, texts):
-            ids, sizes = self._with_eos(*encoded)
+        for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):
+            ids, sizes = self._with_eos(ids, sizes)
             yield Document(ids, ids, sizes)
 
     def _encode_completions(self, batch: dict[str, list], locations) -> Iterator[Document]:
@@ -130,15 +154,16 @@ class Encoder:
         prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
         texts = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
         both = tokenize_with_bytes(self.tokenizer, texts)
-        end = -1 if self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id] else None  # without its eos
-        for (head, _), whole, completion in zip(prompts, both, batch["completion"], strict=True):
-            head = head[:end]  # an end of text that the prompt itself ends with stays
-            ids, sizes = whole[0][:end], whole[1][:end]
-            if ids[: len(head)] == head:
-                ids, sizes = ids[len(head) :], sizes[len(head) :]
+        adds_eos = self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id]
+        end = -1 if adds_eos else None  # without its eos; one that the prompt itself ends with stays
+        for (head, _), (ids, sizes), completion in zip(prompts, both, batch["completion"], strict=True):
+            head = head[:end]
+            if ids[:end][: len(head)] == head:
+                tail = ids[len(head) : end]
+                sizes = sizes[len(head) : end]
             else:  # one token would hold parts of both
-                ids, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
-            tail, sizes = self._with_eos(ids, sizes)
+                tail, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
+            tail, sizes = self._with_eos(tail, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
 
@@ -156,13 +181,15 @@ class Encoder:
         with may_be_removed("chats"):
             from engine.text.chat import encode_chat
         tools = batch.get("tools") or [None] * len(locations)
-        for chat in zip(batch["messages"], locations, tools, strict=True):
-            yield Document(*encode_chat(self.tokenizer, *chat, self.structs))
+        for messages, location, tools_of_row in zip(batch["messages"], locations, tools, strict=True):
+            yield Document(*encode_chat(self.tokenizer, messages, location, tools_of_row, self.structs))
 
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
-            labels, mask = (batch[name][i] if name in batch else None for name in OPTIONAL_COLUMNS)
-            labels = ids if labels is None else labels
+            labels = batch["labels"][i] if "labels" in batch else None
+            mask = batch["attention_mask"][i] if "attention_mask" in batch else None
+            if labels is None:
+                labels = ids
             self._check_ids(ids, labels, mask, locations[i])
             yield Document(ids, labels, np.zeros(len(ids), np.int64))
 
@@ -173,22 +200,33 @@ class Encoder:
             raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
         if mask is not None and mask != [1] * len(ids):
             raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
-        for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
-            if values and not 0 <= min(values) <= max(values) < self.vocab_size:
-                raise UsageError(
-                    f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
-                )
+        self._check_range(ids, "input_ids", location)
+        self._check_range([label for label in labels if label != IGNORED], "labels", location)
+
+    def _check_range(self, ids: list[int], name: str, location) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise UsageError(
+                f"{location}: `{name}` holds {min(ids)} to {max(ids)}: ids must be 0 to {self.vocab_size - 1}"
+            )
+
+
+def _conversion(columns: list[str]) -> str:
+    """Return how to convert rows of another format, or an empty text if the format is not known."""
+    for names, text in OTHER_FORMATS.items():
+        if {*names.split()} <= {*columns}:
+            return text
+    return ""
 
 
 def _require_integers(values: Any, name: str, location) -> None:
     """Raise UsageError unless `values` is a list of integers, which may be stored as fractions or decimals."""
     if values is None or (isinstance(values, list) and None in values):
         raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
-    kinds = set(map(type, values)) if isinstance(values, list) else {type(values)}
-    if not isinstance(values, list) or not kinds <= {int, float, Decimal}:
-        kind = min(kind.__name__ for kind in kinds)
-        raise UsageError(f"{location}: `{name}` holds {kind}: give a list of integers for each row")
-    if not kinds <= {int} and any(value % 1 for value in values):
+    types = set(map(type, values)) if isinstance(values, list) else {type(values)}
+    if not isinstance(values, list) or not types <= {int, float, Decimal}:
+        first_type = min(each.__name__ for each in types)
+        raise UsageError(f"{location}: `{name}` holds {first_type}: give a list of integers for each row")
+    if not types <= {int} and any(value % 1 for value in values):
         raise UsageError(f"{location}: `{name}` holds a number that is not whole")
 
 

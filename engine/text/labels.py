@@ -21,7 +21,7 @@ SEVERAL_LABELS = (
 
 
 class SeveralTypes(UsageError):
-    """A column of labels that holds several types. Who knows the files names the row."""
+    """A column of labels holds several types. Code that knows the files names the row."""
 
     def __init__(self, column: str, split: str):
         super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
@@ -63,27 +63,30 @@ class Labels:
         Raise UsageError if there is only one, or if a value is no label."""
         names = self.names_of_column
         if names is None:
-            if split == "train" and not all(each.knows_all_rows for each in used_addons(cfg)):
+            if split == "train" and not all(addon.knows_all_rows for addon in used_addons(cfg)):
                 raise UsageError(
                     f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                     f"`{self.column}`, or a model with the labels in its config"
                 )
-            try:
-                distinct = set(values) - {None}
-            except TypeError as error:  # lists cannot be compared
-                raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}") from error
-            # Numbers are sorted by value: 2 before 10.
-            distinct = sorted(distinct, key=lambda value: (str(type(value)), value))
-            wrong = [value for value in distinct if isinstance(value, float | bytes) or value == -100]
-            if wrong:
-                raise UsageError(
-                    f"{split} data: `{self.column}` holds {wrong[0]}, which is no class: give names or integers from 0"
-                )
-            names = [str(value) for value in distinct]
+            names = self._distinct(values, split)
         if len(names) < 2:
-            here = ", ".join(names) or "empty"
-            raise UsageError(f"{split} data: `{self.column}` is {here} in every row: give data with two labels or more")
+            only = ", ".join(names) or "empty"
+            raise UsageError(f"{split} data: `{self.column}` is {only} in every row: give data with two labels or more")
         return names
+
+    def _distinct(self, values: Iterable, split: str) -> list[str]:
+        """Return the labels in `values`, each once; numbers are sorted by value: 2 before 10."""
+        try:
+            distinct = set(values) - {None}
+        except TypeError as error:  # lists cannot be compared
+            raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}") from error
+        ordered = sorted(distinct, key=lambda value: (str(type(value)), value))
+        for value in ordered:
+            if isinstance(value, float | bytes) or value == -100:
+                raise UsageError(
+                    f"{split} data: `{self.column}` holds {value}, which is no class: give names or integers from 0"
+                )
+        return [str(value) for value in ordered]
 
     def ids(self, values: list, locations) -> list[int]:
         """Return the id of each raw label. An integer is an index into the names of a ClassLabel column.
@@ -100,9 +103,9 @@ class Labels:
                 raise UsageError(f"{locations[i]}: `{self.column}` holds {SEVERAL_LABELS}")
             label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
             if label not in id_of:
-                there = ", ".join(labels)[:200]
+                known = ", ".join(labels)[:200]
                 raise UsageError(
-                    f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}"
+                    f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {known}"
                 )
             ids.append(id_of[label])
         return ids
@@ -128,8 +131,8 @@ def require_columns(examples: Any, columns: list[str], split: str, flags: str) -
     """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
     for column in columns:
         if column not in examples.column_names:
-            there = ", ".join(examples.column_names)
-            raise UsageError(f"{split} data: there is no column `{column}` among {there}: set {flags}")
+            columns_of_split = ", ".join(examples.column_names)
+            raise UsageError(f"{split} data: there is no column `{column}` among {columns_of_split}: set {flags}")
     return columns
 
 
@@ -138,7 +141,9 @@ def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[s
     names = config.id2label or {}
     is_classifier = any(head in name for name in config.architectures or [])
     is_named = not all(str(name).startswith("LABEL_") for name in names.values())
-    return [names[i] for i in sorted(names)] if is_classifier or is_named else None
+    if not is_classifier and not is_named:
+        return None
+    return [names[i] for i in sorted(names)]
 
 
 def set_labels(config: Any, labels: list[str]) -> None:

@@ -5,6 +5,7 @@ Tests: tests/engine/text/test_tokenize_and_pack.py.
 
 import bisect
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,21 +38,27 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
 
     `texts` holds one list of texts, or two lists for pairs."""
     encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False, **options)
-    lengths, complete = [len(ids) for ids in encoded["input_ids"]], encoded["input_ids"]
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    complete = encoded["input_ids"]
     if max_length in lengths:  # tokenized again without the limit, only to report how much was truncated
         complete = tokenizer(*texts, verbose=False)["input_ids"]
-    return encoded, {"length": lengths, "cut": [len(a) - b for a, b in zip(complete, lengths, strict=True)]}
+    truncated = [len(ids) - length for ids, length in zip(complete, lengths, strict=True)]
+    return encoded, {"length": lengths, "cut": truncated}
 
 
 def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield (token ids, UTF-8 bytes of each token) for each text. Without a fast tokenizer the bytes are zero."""
-    fast = getattr(tokenizer, "is_fast", False)
+    is_fast = getattr(tokenizer, "is_fast", False)
     for start in range(0, len(texts), TEXTS):
-        some = texts[start : start + TEXTS]
-        encoded = tokenizer(some, return_offsets_mapping=fast, verbose=False, **options)
-        for i, text in enumerate(some):
+        batch = texts[start : start + TEXTS]
+        encoded = tokenizer(batch, return_offsets_mapping=is_fast, verbose=False, **options)
+        for i, text in enumerate(batch):
             ids = list(encoded["input_ids"][i])
-            yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
+            if is_fast:
+                sizes = token_bytes(text, encoded["offset_mapping"][i])
+            else:
+                sizes = np.zeros(len(ids), np.int64)
+            yield ids, sizes
 
 
 def find_leads(tokenizer) -> list[str]:
@@ -60,21 +67,28 @@ def find_leads(tokenizer) -> list[str]:
     SentencePiece begins a text with a space, so the text after another one has to be tokenized behind something."""
     leads = []
     for lead in ("\n", ".", ":"):
-        for word in ("a", "e", "1", "yes"):
-            alone, lead_ids, both = (
-                tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word, lead, lead + word)
-            )
-            if lead_ids and both[: len(lead_ids)] == lead_ids and both[len(lead_ids) :] != alone:
-                leads.append(lead)
-                break
+        if any(_loses_space(tokenizer, lead, word) for word in ("a", "e", "1", "yes")):
+            leads.append(lead)
     return leads
+
+
+def _loses_space(tokenizer, lead: str, word: str) -> bool:
+    """Return whether a word has other tokens behind `lead` than alone, and `lead` the same."""
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    lead_ids = ids_of(lead)
+    both = ids_of(lead + word)
+    is_separate = bool(lead_ids) and both[: len(lead_ids)] == lead_ids
+    return is_separate and both[len(lead_ids) :] != ids_of(word)
 
 
 def tokenize_continuation(tokenizer, text: str, leads: list[str]) -> tuple[list[int], np.ndarray]:
     """Return (token ids, UTF-8 bytes of each token) of a text that follows another one. `leads`: see find_leads."""
     for lead in leads:
-        both = tokenize_with_bytes(tokenizer, [lead, lead + text], add_special_tokens=False)
-        (lead_ids, _), (ids, sizes) = both
+        encoded = tokenize_with_bytes(tokenizer, [lead, lead + text], add_special_tokens=False)
+        (lead_ids, _), (ids, sizes) = encoded
         if ids[: len(lead_ids)] == lead_ids:  # else one token would hold parts of both, as of two line breaks
             return ids[len(lead_ids) :], sizes[len(lead_ids) :]
     [alone] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
@@ -88,7 +102,9 @@ def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
     bytes_before = np.concatenate([[0], np.cumsum(sizes)])
-    return np.diff(np.maximum.accumulate(bytes_before[[end for _, end in spans]]), prepend=0)
+    ends = [end for _, end in spans]
+    bytes_so_far = np.maximum.accumulate(bytes_before[ends])
+    return np.diff(bytes_so_far, prepend=0)
 
 
 # ---- rows of a batch -------------------------------------------------------------------------------------------------
@@ -99,14 +115,15 @@ def pack(max_length: int, batch: dict) -> dict:
 
     A row keeps the lengths of its documents, so neither attention nor targets cross from one document to the next.
     Documents of one token are dropped, because they have no target."""
-    rows = _best_fit(batch["length"], max_length)
-    packed: dict[str, list] = {}
-    for name in ("input_ids", "labels"):
-        if name in batch:
-            packed[name] = [[token for document in row for token in batch[name][document]] for row in rows]
-    for name in ("length", "targets", "bytes", "cut"):
-        packed[name] = [sum(batch[name][document] for document in row) for row in rows]
-    packed["documents"] = [[batch["length"][document] for document in row] for row in rows]
+    columns = [name for name in ("input_ids", "labels", "length", "targets", "bytes", "cut") if name in batch]
+    packed: dict[str, list] = {name: [] for name in columns}
+    packed["documents"] = []
+    for documents in _best_fit(batch["length"], max_length):
+        for name in columns:
+            values = [batch[name][document] for document in documents]
+            is_list = name in ("input_ids", "labels")
+            packed[name].append(list(chain.from_iterable(values)) if is_list else sum(values))
+        packed["documents"].append([batch["length"][document] for document in documents])
     return packed
 
 
@@ -115,15 +132,18 @@ def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int, list[int]]] = []  # (space, −time of the last change, row), sorted
     documents = [document for document, length in enumerate(lengths) if length > 1]
-    for time, document in enumerate(sorted(documents, key=lambda document: -lengths[document])):
-        at = bisect.bisect_left(open_rows, (lengths[document],))
-        if at == len(open_rows):
-            space, row = max_length, []
-            rows.append(row)
+    documents.sort(key=lambda document: -lengths[document])
+    for time, document in enumerate(documents):
+        place = bisect.bisect_left(open_rows, (lengths[document],))
+        if place < len(open_rows):
+            space, _, row = open_rows.pop(place)
         else:
-            space, _, row = open_rows.pop(at)
+            space = max_length
+            row = []
+            rows.append(row)
         row.append(document)
-        if space := space - lengths[document]:
+        space -= lengths[document]
+        if space:
             bisect.insort(open_rows, (space, -time, row))
     return rows
 
