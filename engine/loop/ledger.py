@@ -29,9 +29,14 @@ class Ledger(jsonl.JsonlWriter):
         super().__init__(Path(cfg.output_dir, LEDGER))
         jsonl.truncate_after(self.path, lambda line: line["step"] <= step)
         if not self.path.exists() or not self.path.stat().st_size:
-            plan = {"examples": train_set.stats["examples"], "global_batch_size": cfg.global_batch_size}
-            plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, AddOn.change_plan)
-            plan |= {"quotas": q} if (q := train_set.quotas) else {}
+            plan = {
+                "examples": train_set.stats["examples"],
+                "global_batch_size": cfg.global_batch_size,
+                "seed": cfg.seed,
+            }
+            plan |= fields_of_addons_with(cfg, AddOn.change_plan)
+            if train_set.quotas:
+                plan["quotas"] = train_set.quotas
             self.add({"step": 0, "after": step, "data": train_set.stats.get("rows"), "plan": plan})
 
     def add_step(self, step: int, examples: float, low: float, high: float) -> None:

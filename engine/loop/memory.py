@@ -16,8 +16,14 @@ from engine.distributed.init_accelerator import sharding_of_launch
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Return (parameters, trainable parameters) of a model, which may be on the meta device or sharded."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]  # ds_numel: under ZeRO-3
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: under ZeRO-3
+        total += size
+        if parameter.requires_grad:
+            trained += size
+    return total, trained
 
 
 def optimizer_moments(cfg: RunConfig) -> int:
@@ -41,9 +47,9 @@ def describe_memory(
     else:
         name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
-    where = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
-    size, more = format_size(sum(sizes.values())), "plus activations: a short run shows them (docs/scaling.md)"
-    return f"{size} {where} for weights, gradients and optimizer; {more}"
+    size = format_size(sum(sizes.values()))
+    place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
+    return f"{size} {place} for weights, gradients and optimizer; plus activations: a short run shows them (docs/scaling.md)"
 
 
 def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:
@@ -51,9 +57,12 @@ def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, co
 
     `shards` processes together hold one copy. `copies` of the trained weights, in float32, count as weights."""
     width = getattr(torch, cfg.dtype).itemsize
-    weights, gradients = width * parameters / shards, width * trained / shards
-    weights += copies * max(width, 4) * trained / shards
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_moments(cfg) * width * trained / shards}
+    of_copies = copies * max(width, 4) * trained / shards
+    return {
+        "weights": width * parameters / shards + of_copies,
+        "gradients": width * trained / shards,
+        "optimizer": optimizer_moments(cfg) * width * trained / shards,
+    }
 
 
 def backend_of_launch() -> tuple[str, int, bool]:

@@ -14,8 +14,25 @@ from engine.distributed.host_group import HostGroup
 from engine.loop.step_totals import StepLosses, StepTotals
 
 SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
-LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
-LINE += ("learning_rate", "grad_norm", "skipped", "graphs", "tflops", "mfu", "gpu_memory_gib")
+# Fields of a train line, whose names the further sums of a task may not have.
+LINE = (
+    "kind",
+    "step",
+    "epoch",
+    "loss",
+    "weight",
+    "tokens_per_second",
+    "padding",
+    "data_seconds",
+    "seconds",
+    "learning_rate",
+    "grad_norm",
+    "skipped",
+    "graphs",
+    "tflops",
+    "mfu",
+    "gpu_memory_gib",
+)
 
 
 # ---- many steps --------------------------------------------------------------------------------------------------------
@@ -29,14 +46,17 @@ class Meter:
     def __init__(self):
         self.pending: list[dict[str, torch.Tensor]] = []  # this rank's values by name and step, on the device
         self.values: dict[str, list[float]] = {"loss": []}  # sums over all ranks, one per step, of the steps before
-        self.sums, self.began = dict.fromkeys(SUMS, 0.0), time.perf_counter()
+        self.sums = dict.fromkeys(SUMS, 0.0)
+        self.began = time.perf_counter()
 
     def add(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Add a step: this rank's losses (None if the global batch has no weight) and the totals of all ranks."""
         if losses is not None:
             self.pending.append({"loss": losses.losses} | losses.sums)  # added in `_table`: fewer operations per step
-        for name, value in zip(SUMS, (totals.weight, totals.tokens, totals.padded_tokens, data_seconds), strict=True):
-            self.sums[name] += value
+        self.sums["weight"] += totals.weight
+        self.sums["tokens"] += totals.tokens
+        self.sums["padded_tokens"] += totals.padded_tokens
+        self.sums["data_seconds"] += data_seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -52,42 +72,58 @@ class Meter:
         if not self.pending:
             return
         names = list(self.values)
-        new = {name for entry in self.pending for name in entry} - set(names)
-        count, *sums = hosts.sum_in_order([len(new), *self._table(names)]).tolist()
+        new_names = set().union(*self.pending) - set(names)
+        num_new, *sums = hosts.sum_in_order([len(new_names), *self._table(names)]).tolist()
         for i, name in enumerate(names):
             self.values[name] += sums[i :: len(names)]
-        if count:
-            names = hosts.union(new)
-            if reserved := [name for name in names if name in LINE]:
-                raise UsageError(f"the task returns a sum named {reserved[0]!r}, a field of the train line: rename it")
-            sums = hosts.sum_in_order(self._table(names)).tolist()
-            self.values |= {name: sums[i :: len(names)] for i, name in enumerate(names)}
+        if num_new:
+            self._reduce_new(hosts, hosts.union(new_names))
         self.pending = []
+
+    def _reduce_new(self, hosts: HostGroup, names: list[str]) -> None:
+        """Sum the pending values of names that no step had before, over all ranks."""
+        for name in names:
+            if name in LINE:
+                raise UsageError(f"the task returns a sum named {name!r}, a field of the train line: rename it")
+        sums = hosts.sum_in_order(self._table(names)).tolist()
+        for i, name in enumerate(names):
+            self.values[name] = sums[i :: len(names)]
 
     def _table(self, names: list[str]) -> list[float]:
         """Return the pending values of these names, step by step, on the host; 0 where there is none."""
         zero = torch.zeros_like(self.pending[0]["loss"])
-        return torch.stack([entry.get(name, zero).double().sum() for entry in self.pending for name in names]).tolist()
+        sums = []
+        for step_values in self.pending:
+            sums += [step_values.get(name, zero).double().sum() for name in names]
+        return torch.stack(sums).tolist()
 
     def state(self, hosts: HostGroup) -> dict:
         """Return all sums as plain numbers (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
-        named = {name: values.copy() for name, values in self.values.items()}
-        return self.sums | {"losses": named.pop("loss"), "sums": named, "seconds": time.perf_counter() - self.began}
+        sums_by_name = {name: values.copy() for name, values in self.values.items()}
+        losses = sums_by_name.pop("loss")
+        seconds = time.perf_counter() - self.began
+        return self.sums | {"losses": losses, "sums": sums_by_name, "seconds": seconds}
 
     def resume(self, state: dict) -> None:
         """Restore the sums from a return value of `state`."""
-        values = {"loss": state["losses"]} | state["sums"]
-        self.values = {n: [float("nan") if v is None else v for v in column] for n, column in values.items()}
-        self.sums, self.began = {name: state[name] for name in SUMS}, time.perf_counter() - state["seconds"]
+        self.values = {"loss": _with_nan(state["losses"])}
+        for name, values in state["sums"].items():
+            self.values[name] = _with_nan(values)
+        self.sums = {name: state[name] for name in SUMS}
+        self.began = time.perf_counter() - state["seconds"]
 
     def line(self, hosts: HostGroup) -> dict:
         """Return the values of a train line and reset all sums (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
-        seconds, sums = time.perf_counter() - self.began, self.sums
-        means = {n: sum(column) / sums["weight"] if sums["weight"] else None for n, column in self.values.items()}
+        sums = self.sums
+        seconds = time.perf_counter() - self.began
+        means = dict.fromkeys(self.values)
+        if sums["weight"]:
+            means = {name: sum(values) / sums["weight"] for name, values in self.values.items()}
         self.values = {name: [] for name in self.values}
-        self.sums, self.began = dict.fromkeys(SUMS, 0.0), time.perf_counter()
+        self.sums = dict.fromkeys(SUMS, 0.0)
+        self.began = time.perf_counter()
         return {
             "loss": means.pop("loss"),
             "weight": sums["weight"],
@@ -96,3 +132,8 @@ class Meter:
             "data_seconds": sums["data_seconds"],
             "seconds": seconds,
         } | means
+
+
+def _with_nan(values: list[float | None]) -> list[float]:
+    """Return the values of a checkpoint, whose JSON has null for a value that is not finite."""
+    return [float("nan") if value is None else value for value in values]

@@ -18,7 +18,8 @@ class ModelWithLoss(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
-        self.model, self.task = model, task
+        self.model = model
+        self.task = task
         self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
         self.tied = tied_names(model)
@@ -41,4 +42,4 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
+    return [names_of_one for names_of_one in names.values() if len(names_of_one) > 1]

@@ -78,7 +78,8 @@ class RunRecord:
         """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to the state, start the trackers."""
         if not self.is_main:
             return
-        run, step = self.run, self.state.step
+        run = self.run
+        step = self.state.step
         atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(run.cfg, run.task.options))
         self._write_environment(environment)
         # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
@@ -92,7 +93,8 @@ class RunRecord:
 
     def _write_environment(self, values: dict[str, Any]) -> None:
         """Write environment.json: these values, the commit and the command of this start, and all starts of the run."""
-        file, step = self.folder / "environment.json", self.state.step
+        file = self.folder / "environment.json"
+        step = self.state.step
         starts = jsonl.read_json(file).get("starts", []) if step else []
         # git tracks train.py, or it has found another repository in a parent folder.
         commit = _git("rev-parse", "HEAD").strip() if _git("ls-files", "train.py") else ""
@@ -121,8 +123,9 @@ class RunRecord:
         """Append a line to metrics.jsonl, `kind` train or eval; print it, and send it to the trackers."""
         if not self.is_main:
             return
-        numbers = {name: plain_number(value) for name, value in values.items()}
-        line = self.last[kind] = jsonl.strict_json({"kind": kind, "step": self.state.step} | numbers)
+        fields = {name: plain_number(value) for name, value in values.items()}
+        line = jsonl.strict_json({"kind": kind, "step": self.state.step} | fields)
+        self.last[kind] = line
         self.metrics.add(line)
         self.metrics.try_flush()
         if self.trackers:
@@ -136,10 +139,13 @@ class RunRecord:
             return
         if self.profiler:
             self.profiler.stop()
-        self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")
+        if sample:
+            rule = "─" * 60
+            self.say(f"\nA sample of the trained model:\n{rule}\n{sample}\n{rule}")
         for kind, line in self.last.items():
             names = ["step", "loss"] if kind == "train" else [name for name in line if name != "kind"]
-            self.say(f"\n{kind}\n{console.table({name: console.exact(line[name]) for name in names})}")
+            rows = {name: console.exact(line[name]) for name in names}
+            self.say(f"\n{kind}\n{console.table(rows)}")
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
@@ -156,15 +162,17 @@ def _git(*words: str) -> str:
     """Return the output of a git command in this repository, or an empty text if it fails."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]  # fsmonitor would run a program
     try:
-        return subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=True, timeout=60, text=True).stdout
+        done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=True, timeout=60, text=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout
 
 
 def write_evaluation(folder: Path, step: int | None, metrics: dict[str, Any]) -> None:
     """Print the metrics of an evaluation, and write them to eval.json in `folder`."""
     line = jsonl.strict_json({"kind": "eval", "step": step} | metrics)
-    print(console.table({name: console.exact(value) for name, value in line.items() if name != "kind"}))
+    rows = {name: console.exact(value) for name, value in line.items() if name != "kind"}
+    print(console.table(rows))
     with writes_to(folder, "output_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         atomic_folder.rewrite(folder / "eval.json", json.dumps(line, allow_nan=False) + "\n")

@@ -18,24 +18,25 @@ from engine.loop.techniques import Techniques
 SAVED = ("checkpoints", "final")  # folders of a run
 
 
-def size_rows(cfg: RunConfig, module: ModelWithLoss, techniques: Techniques, total: int) -> dict[str, str]:
+def size_rows(cfg: RunConfig, model: ModelWithLoss, techniques: Techniques, total: int) -> dict[str, str]:
     """Return the rows of the plan of a run of `total` steps that say how large it is. Warn if the disk is too small."""
-    parameters, trainable = memory.count_parameters(module.model)
-    saved, _ = memory.count_parameters(module.task.saved(module.model))  # without a frozen teacher
+    parameters, trainable = memory.count_parameters(model.model)
+    saved, _ = memory.count_parameters(model.task.saved(model.model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
     _warn_of_full_disk(Path(cfg.output_dir), disk)
     return {
         "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
-        "memory": memory.describe_memory(cfg, module.model, _size, techniques.copies_in_step),
+        "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step),
         "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
     }
 
 
 def _warn_of_full_disk(folder: Path, needed: int) -> None:
     """Warn if the disk of the run folder has less space than `needed`, with the checkpoints that are there already."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    used = sum(file.stat().st_size for name in SAVED for file in (folder / name).rglob("*") if file.is_file())
-    free = shutil.disk_usage(there).free + used
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    for name in SAVED:
+        free += sum(file.stat().st_size for file in (folder / name).rglob("*") if file.is_file())
     if free < needed:
         warn(
             f"output_dir: {folder} needs {needed:,} bytes for checkpoints and the final model, but {free:,} bytes are "
@@ -49,11 +50,16 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
     checkpoint = width * (parameters + memory.optimizer_moments(cfg) * trainable)
     checkpoint += copies * max(width, 4) * trainable
     # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
-    kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
-    kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every) if cfg.save_keep_every else 0
-    return checkpoint * min(kept, max(1, total // cfg.save_steps) + 1) + width * parameters
+    kept = cfg.save_total_limit + 1
+    if cfg.metric_for_best_model:
+        kept += 1
+    if cfg.save_keep_every:
+        kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every)
+    written = max(1, total // cfg.save_steps) + 1
+    return checkpoint * min(kept, written) + width * parameters
 
 
 def _size(count: float) -> str:
-    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
-    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, max(0, int(math.log2(max(count, 1)) // 10)))
+    return f"{count / 1024**power:.3g} {units[power]}"

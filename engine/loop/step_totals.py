@@ -40,8 +40,9 @@ class StepTotals(dict[str, float]):
                 counts = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
                 for name, value in zip(COUNTS, counts, strict=True):
                     sums[name] += value
-        if both := sums.keys() & votes.keys():
-            raise ValueError(f"a vote is named {min(both)!r}, as another sum of a step: rename it")
+        reserved = sums.keys() & votes.keys()
+        if reserved:
+            raise ValueError(f"a vote is named {min(reserved)!r}, as another sum of a step: rename it")
         sums |= votes
         vector = backend.hosts.sum([*sums.values(), *backend.forwards_per_rank(batch)]).tolist()
         totals = cls(zip(sums, vector))  # noqa: B905  the rest of the vector follows
@@ -50,7 +51,7 @@ class StepTotals(dict[str, float]):
 
 
 class StepLosses(NamedTuple):
-    """What the task returned for this rank's micro-batches of a step, on the device."""
+    """Losses and further sums of this rank's micro-batches of a step, on the device."""
 
     losses: torch.Tensor  # one per micro-batch
     sums: dict[str, torch.Tensor]  # its further sums (0-d), added over the micro-batches
@@ -66,7 +67,9 @@ class StepLosses(NamedTuple):
                 if name != "loss" and not micro.dummy:
                     value = value.detach().double()
                     sums[name] = sums[name] + value if name in sums else value
-        return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)  # a view takes no kernel
+        if len(losses) == 1:
+            return cls(losses[0][None], sums)  # a view takes no kernel
+        return cls(torch.stack(losses), sums)
 
 
 # compute_gradient of train.py, or what replaces or wraps it

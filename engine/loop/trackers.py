@@ -35,8 +35,10 @@ class Trackers:
 
         Their packages must be imported before dataloader workers are forked."""
         self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step) of each line; None ends the thread
-        self.started, self.deadline = threading.Event(), math.inf  # a second close() cannot extend the first one's wait
-        self.busy, self.failed = "", set[str]()  # the tracker that was called last; those that raised an error
+        self.started = threading.Event()
+        self.deadline = math.inf  # a second close() cannot extend the first one's wait
+        self.busy = ""  # the tracker that was called last
+        self.failed: set[str] = set()  # those that raised an error
         arguments = (accelerator, cfg, tracker_options(cfg, step))
         self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
@@ -50,12 +52,16 @@ class Trackers:
 
     def add(self, line: dict) -> None:
         """Queue the numbers of a line of metrics.jsonl, under names such as `train/loss`; return at once."""
-        numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
-        self.queue.put((numbers, line["step"]))
+        values = {}
+        for name, value in line.items():
+            if isinstance(value, int | float) and name != "step":
+                values[f"{line['kind']}/{name}"] = value
+        self.queue.put((values, line["step"]))
 
     def close(self, seconds: float | None = None) -> bool:
         """Close all trackers; return True if they closed within `seconds` (default TIMEOUT) of the first call."""
-        self.deadline = min(self.deadline, time.monotonic() + (TIMEOUT if seconds is None else seconds))
+        timeout = TIMEOUT if seconds is None else seconds
+        self.deadline = min(self.deadline, time.monotonic() + timeout)
         self.queue.put(None)
         self.thread.join(max(0.0, self.deadline - time.monotonic()))
         if self.thread.is_alive():
@@ -64,11 +70,14 @@ class Trackers:
 
     def _run(self, accelerator: Any, cfg: RunConfig, options: dict) -> None:
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
-        fields = {k: v if isinstance(v, int | float | str) else str(v) for k, v in redact_all(vars(cfg)).items()}
+        fields: dict[str, int | float | str] = {}
+        for name, value in redact_all(vars(cfg)).items():
+            fields[name] = value if isinstance(value, int | float | str) else str(value)
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")
         trackers = []
         for name in map(str, accelerator.log_with):  # one at a time, so that an error of one does not stop the others
-            accelerator.log_with, accelerator.trackers = [name], []
+            accelerator.log_with = [name]
+            accelerator.trackers = []
             self._try(name, accelerator.init_trackers, project, fields, options)
             trackers += accelerator.trackers
         accelerator.trackers = trackers  # for accelerator.get_tracker
@@ -92,16 +101,21 @@ class Trackers:
 
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
     """Return the options of each tracker. A resumed run keeps its run id; wandb's environment variables win."""
-    folder, env = Path(cfg.output_dir).resolve(), os.environ
+    env = os.environ
+    folder = Path(cfg.output_dir).resolve()
     previous = jsonl.read_json(folder / FILE).get("run_id") if step else None
     run_id = env.get("WANDB_RUN_ID") or previous or uuid.uuid4().hex
     atomic_folder.rewrite(folder / FILE, json.dumps({"run_id": run_id}))
     env.setdefault("WANDB_SILENT", "true")
     env.setdefault("WANDB_CONSOLE", "off")  # do not upload the console output as well
     name = cfg.run_name or env.get("WANDB_NAME") or folder.name
-    resume, place = env.get("WANDB_RESUME") or "allow", env.get("WANDB_DIR") or str(folder)
     return {
-        "wandb": {"id": run_id, "resume": resume, "name": name, "dir": place},
+        "wandb": {
+            "id": run_id,
+            "resume": env.get("WANDB_RESUME") or "allow",
+            "name": name,
+            "dir": env.get("WANDB_DIR") or str(folder),
+        },
         "mlflow": {"run_name": cfg.run_name or folder.name},
         "trackio": {"name": cfg.run_name or folder.name, "resume": "allow"},
         "tensorboard": {"purge_step": step + 1},  # steps after the checkpoint are computed again

@@ -27,7 +27,10 @@ class Update:
     """The last update, which the device may still be computing, with the data for a report if it is skipped."""
 
     def __init__(self, skipped: torch.Tensor, step: int, batch: StepBatch, losses: StepLosses):
-        self.step, self.batch, self.losses, self.event = step, batch, losses, None
+        self.step = step
+        self.batch = batch
+        self.losses = losses
+        self.event = None
         self.skipped = skipped  # the loss or the gradient of some rank was not finite, or a technique skipped it
         if skipped.is_cuda:  # reading this copy does not wait for later work
             self.skipped = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(skipped, non_blocking=True)
@@ -35,6 +38,7 @@ class Update:
             self.event.record()
 
     def was_skipped(self) -> bool:
+        """Return whether the update was skipped; this waits until the device has computed it."""
         if self.event is not None:
             self.event.synchronize()
         return bool(self.skipped)
@@ -43,16 +47,24 @@ class Update:
         """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss.
 
         A finite update is skipped only by a technique."""
-        added = len(self.losses.losses) - len(self.batch)  # dummy batches in front, of a sharded model
-        losses = zip(self.batch, self.losses.losses.tolist()[added:], strict=True)
-        real = [(micro.ids.tolist(), loss) for (micro, _), loss in losses if not micro.dummy]
-        bad = [i for ids, loss in real if not math.isfinite(loss) for i in ids]
-        here = f"the gradient (here, of examples {[i for ids, _ in real for i in ids]}) is"
-        what = f"the loss of examples {bad} is" if bad else here
-        what += f" a spike of norm {norm:.4g}" if math.isfinite(norm) and not bad else " not finite"
-        text = f"rank {os.environ.get('RANK', '0')}, step {self.step}: {what}; the update is skipped on all ranks"
+        num_dummies = len(self.losses.losses) - len(self.batch)  # in front, of a sharded model
+        losses = self.losses.losses.tolist()[num_dummies:]
+        examples = []
+        bad_examples = []
+        for (micro, _), loss in zip(self.batch, losses, strict=True):
+            if not micro.dummy:
+                examples += micro.ids.tolist()
+                if not math.isfinite(loss):
+                    bad_examples += micro.ids.tolist()
+        if bad_examples:
+            reason = f"the loss of examples {bad_examples} is not finite"
+        elif math.isfinite(norm):
+            reason = f"the gradient (here, of examples {examples}) is a spike of norm {norm:.4g}"
+        else:
+            reason = f"the gradient (here, of examples {examples}) is not finite"
+        text = f"rank {os.environ.get('RANK', '0')}, step {self.step}: {reason}; the update is skipped on all ranks"
         logging.getLogger("run").warning("%s", text)
-        warn(text, any_rank=bool(bad))
+        warn(text, any_rank=bool(bad_examples))
 
 
 def plain_number(value: Any) -> Any:
@@ -103,11 +115,13 @@ class TrainState:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
 
         This may wait for the device, so call it when the next gradient is already queued."""
-        update, self.pending = self.pending, None
+        update = self.pending
+        self.pending = None
         if update is None:
             return
         if not update.was_skipped():
-            self.updates, self.skipped = self.updates + 1, 0
+            self.updates += 1
+            self.skipped = 0
             return
         self.skipped += 1
         norm = float("nan") if self.grad_norm is None else float(self.grad_norm)
@@ -122,14 +136,17 @@ class TrainState:
 
     def forget_best(self) -> None:
         """Start the comparison of evaluations over."""
-        self.best, self.best_step, self.evals_without_improvement = None, 0, 0
+        self.best = None
+        self.best_step = 0
+        self.evals_without_improvement = 0
 
     def use_metric(self, cfg: RunConfig) -> None:
         """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
             self.forget_best()
-        self.best_metric, self.best_greater = name, greater
+        self.best_metric = name
+        self.best_greater = greater
 
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:
         """Mark this step as evaluated and compare it with the best one; raise UsageError if the metric is missing."""
@@ -138,37 +155,57 @@ class TrainState:
         if name not in metrics:
             hint = f"{did_you_mean(name, metrics)}; it has {', '.join(metrics)}"
             raise UsageError(f"metric_for_best_model: an evaluation has no {name!r}{hint}")
-        self.evaluated, value = self.step, metrics[name]
-        if follow := getattr(schedule_addon(cfg), "after_evaluation", None):
-            self.plateau = follow(cfg, self.plateau, value, self.best_greater)
-        sign = -1 if self.best_greater else 1
-        if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
-            self.best, self.best_step, self.evals_without_improvement = value, self.step, 0
+        self.evaluated = self.step
+        value = metrics[name]
+        after_evaluation = getattr(schedule_addon(cfg), "after_evaluation", None)
+        if after_evaluation is not None:
+            self.plateau = after_evaluation(cfg, self.plateau, value, self.best_greater)
+        if self._is_better(value):
+            self.best = value
+            self.best_step = self.step
+            self.evals_without_improvement = 0
         else:
             self.evals_without_improvement += 1
+
+    def _is_better(self, value: float | None) -> bool:
+        """Return whether a value of the metric is better than the best one so far; one that is not finite never is."""
+        if value is None or not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        return value > self.best if self.best_greater else value < self.best
 
 
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
     """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure."""
-    bad = [f"{n} is {v}" for n, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)]
-    text = f"evaluation at step {step}: {', '.join(bad)}"
-    if bad and cfg.stop_on_nan_metric:
+    not_finite = []
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            not_finite.append(f"{name} is {value}")
+    if not not_finite:
+        return
+    text = f"evaluation at step {step}: {', '.join(not_finite)}"
+    if cfg.stop_on_nan_metric:
         raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")
-    if bad:
-        warn(text)
+    warn(text)
 
 
 class Intervals:
     """Whether logging, evaluation or a save is due at the current step of `state`; the same on every rank."""
 
     def __init__(self, cfg: RunConfig, state: TrainState, num_steps: int, has_validation: bool):
-        self.cfg, self.state, self.num_steps, self.has_validation = cfg, state, num_steps, has_validation
+        self.cfg = cfg
+        self.state = state
+        self.num_steps = num_steps
+        self.has_validation = has_validation
         self.last_save = (state.step, state.evaluated)  # (step, evaluated) at the last save or at resume
 
     def finished(self) -> bool:
         """Return whether training is over: all steps are done, or early stopping has ended it."""
-        patience, stale = self.cfg.early_stopping_patience, self.state.evals_without_improvement
-        return self.state.step >= self.num_steps or (bool(patience) and stale >= patience)
+        if self.state.step >= self.num_steps:
+            return True
+        patience = self.cfg.early_stopping_patience
+        return bool(patience) and self.state.evals_without_improvement >= patience
 
     def every(self, steps: int | None) -> bool:
         """Return whether this step ends an interval of `steps` steps, or the run."""
@@ -201,19 +238,25 @@ class Intervals:
 
     def outcome(self) -> dict:
         """Return fields of status.json: early stopping and, if metric_for_best_model is set, the best evaluation."""
-        state, is_early = self.state, self.finished() and self.state.step < self.num_steps
+        state = self.state
         best = {"best_step": state.best_step, "best_metric": state.best_metric, "best_value": state.best}
-        has_best = self.cfg.metric_for_best_model and state.best_step
-        return {"stopped_early": is_early} | (best if has_best else dict.fromkeys(best))
+        if not self.cfg.metric_for_best_model or not state.best_step:
+            best = dict.fromkeys(best)
+        return {"stopped_early": self.stopped_early()} | best
+
+    def stopped_early(self) -> bool:
+        """Return whether early stopping has ended the run."""
+        return self.finished() and self.state.step < self.num_steps
 
     def early_stop_message(self) -> str:
         """Return the message about early stopping, or an empty string if the run did not stop early."""
-        if not self.outcome()["stopped_early"]:
+        if not self.stopped_early():
             return ""
-        state, reached = self.state, f"step {self.state.step:,} of {self.num_steps:,}"
-        why = f"evaluations in a row without a better {state.best_metric}: {state.evals_without_improvement}"
+        state = self.state
+        reached = f"step {state.step:,} of {self.num_steps:,}"
+        reason = f"evaluations in a row without a better {state.best_metric}: {state.evals_without_improvement}"
         final = "" if self.cfg.metric_for_best_model else "; without metric_for_best_model, final/ is this last step"
-        return f"stopped early at {reached} ({why}; early_stopping_patience){final}"
+        return f"stopped early at {reached} ({reason}; early_stopping_patience){final}"
 
 
 @dataclass(eq=False)
