@@ -1,8 +1,8 @@
 """Background writer of checkpoints and final/: copy to the host, files in a temporary folder, hashes, one rename.
 
-Tests: tests/engine/checkpointing/test_async_writer.py, tests/engine/checkpointing/test_sharded.py. If the model is replicated, only the
-main process writes, and no other rank waits for its disk. If the model is sharded, each rank writes its share of the
-tensors, and the main process publishes the folder. The background thread never calls a collective.
+If the model is replicated, only the main process writes, and no other rank waits for its disk. If the model is sharded,
+each rank writes its share of the tensors, and the main process publishes the folder. The background thread never calls
+a collective. Tests: tests/engine/checkpointing/test_async_writer.py, tests/engine/checkpointing/test_sharded.py.
 """
 
 import logging
@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,22 @@ class BackgroundWriter:
     """Writes folders one at a time in a background thread; counts failed writes in a row."""
 
     def __init__(self, backend: Backend, max_failures: int):
-        self.accelerator, self.hosts, self.max_failures = backend.accelerator, backend.hosts, max_failures
+        self.accelerator = backend.accelerator
+        self.hosts = backend.hosts
+        self.max_failures = max_failures
         self.is_main = self.accelerator.is_main_process
-        self.rank, self.world = 0, 1  # among the ranks that write
+        self.rank = 0  # among the ranks that write
+        self.world = 1
         if backend.is_sharded:
-            self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+            self.rank = self.accelerator.process_index
+            self.world = self.accelerator.num_processes
         self.writes = self.is_main or self.world > 1
         self.folders = 0  # folders started, the same number on all ranks that write
         self.shards: Path | None = None  # where the other ranks wrote their shards of the last folder
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None  # no OSError, in the last write
-        self.failures, self.reason = 0, ""  # failed writes in a row, and why the last one failed
+        self.failures = 0  # failed writes in a row
+        self.reason = ""  # why the last one failed
         self.slowest = 0.0  # seconds of the slowest write
         on_exit(finish_writing)
 
@@ -80,13 +85,14 @@ class BackgroundWriter:
     def _count_failure(self, what: str, error: BaseException) -> None:
         self.failures += 1
         self.reason = getattr(error, "strerror", None) or str(error)
-        if file := getattr(error, "filename", None):
+        file = getattr(error, "filename", None)
+        if file:
             self.reason += f": {file}"
         log.info("%s could not be saved", what, exc_info=error)  # if it is a bug, logs/ has its traceback
+        consequence = "training continues" if self.failures < self.max_failures else "the run ends"
         warn(
-            f"{what} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; "
-            f"{'training continues' if self.failures < self.max_failures else 'the run ends'} ({self.failures} failed in a "
-            f"row; max_failed_saves is {self.max_failures})"
+            f"{what} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; {consequence} ({self.failures} failed "
+            f"in a row; max_failed_saves is {self.max_failures})"
         )
 
     def failed(self) -> bool:
@@ -155,20 +161,22 @@ class HostCopy:
 
     def __init__(self, rank: int = 0, world: int = 1):
         """Copies of one of the `world` ranks that write a checkpoint together hold only what this rank writes."""
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.memory: dict[tuple[str, str], torch.Tensor] = {}
         self.reserving: threading.Thread | None = None
 
     def reserve(self, tensors: dict[str, dict[str, Any]]) -> None:
         """Allocate the memory of `take` for tensors on a GPU in the background: pinning takes 0.14 s a GB. Call it once."""
         rank_of = assign_tensors_to_ranks(tensors, self.world)
-        values = {(part, name): value for part, named in tensors.items() for name, value in named.items()}
+        values = {(part, name): value for part, name, value in each_tensor(tensors)}
         first = {id(value): key for key, value in reversed(values.items())}  # tied weights share the copy of the first
-        # An early save has allocated some memory, and may still be written from it.
-        new = [key for key in first.values() if rank_of[key] == self.rank and key not in self.memory]
-        on_gpu = [(key, values[key]) for key in new if getattr(values[key], "is_cuda", False)]
-        shapes = [(key, value.shape, value.dtype) for key, value in on_gpu]
-
+        shapes = []
+        for key in first.values():
+            is_mine = rank_of[key] == self.rank
+            # An early save has allocated some memory, and may still be written from it.
+            if is_mine and key not in self.memory and getattr(values[key], "is_cuda", False):
+                shapes.append((key, values[key].shape, values[key].dtype))
         self.reserving = threading.Thread(target=self._allocate, args=(shapes,), daemon=True)
         self.reserving.start()
 
@@ -186,23 +194,26 @@ class HostCopy:
         rank_of = assign_tensors_to_ranks(tensors, self.world)
         copies: dict[str, Tensors] = {part: {} for part in tensors}
         copied: dict[int, torch.Tensor | None] = {}  # id of a tensor -> copy, or None if another rank writes it
-        from_device = False
-        for part, named in tensors.items():
-            for name, value in named.items():
-                if id(value) not in copied:
-                    full = gather_full(value)
-                    from_device |= full.device.type != "cpu"
-                    copied[id(value)] = self._copy((part, name), full) if rank_of[part, name] == self.rank else None
-                if (copy := copied[id(value)]) is not None:
-                    copies[part][name] = copy
-        if from_device:
+        is_any_on_device = False
+        for part, name, value in each_tensor(tensors):
+            if id(value) not in copied:
+                full = gather_full(value)
+                if full.device.type != "cpu":
+                    is_any_on_device = True
+                is_mine = rank_of[part, name] == self.rank
+                copied[id(value)] = self._copy((part, name), full) if is_mine else None
+            copy = copied[id(value)]
+            if copy is not None:
+                copies[part][name] = copy
+        if is_any_on_device:
             torch.accelerator.synchronize()
         return copies
 
     def _copy(self, key: tuple[str, str], value: torch.Tensor) -> torch.Tensor:
         memory = self.memory.get(key)
         if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
-            memory = self.memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self.memory[key] = memory
         return memory.copy_(value, non_blocking=True)
 
 
@@ -213,18 +224,26 @@ def assign_tensors_to_ranks(tensors: dict[str, dict[str, Any]], world: int) -> d
     layer_of: dict[tuple[str, str], str] = {}
     layer_of_tensor: dict[int, str] = {}  # tied weights have several names
     sizes: dict[str, int] = {}
+    for part, name, value in each_tensor(tensors):
+        plain = name.split("/", 1)[-1]
+        match = re.match(r".*?\.\d+(?=\.)", plain)  # up to the first number, the index of the layer
+        layer = layer_of_tensor.setdefault(id(value), match[0] if match else plain)
+        layer_of[part, name] = layer
+        sizes[layer] = sizes.get(layer, 0) + value.nbytes
+    loads = [0] * world
+    rank_of = {}
+    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
+        rank = min(range(world), key=lambda rank: (loads[rank], rank))
+        rank_of[layer] = rank
+        loads[rank] += sizes[layer]
+    return {key: rank_of[layer] for key, layer in layer_of.items()}
+
+
+def each_tensor(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (part, name, tensor) of all parts of a checkpoint."""
     for part, named in tensors.items():
         for name, value in named.items():
-            plain = name.split("/", 1)[-1]
-            match = re.match(r".*?\.\d+(?=\.)", plain)  # up to the first number, the index of the layer
-            layer = layer_of_tensor.setdefault(id(value), match[0] if match else plain)
-            layer_of[part, name] = layer
-            sizes[layer] = sizes.get(layer, 0) + value.nbytes
-    loads, rank_of = [0] * world, {}
-    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
-        rank_of[layer] = min(range(world), key=lambda rank: (loads[rank], rank))
-        loads[rank_of[layer]] += sizes[layer]
-    return {key: rank_of[layer] for key, layer in layer_of.items()}
+            yield part, name, value
 
 
 # ---- ranks that write a folder together on a shared disk -------------------------------------------------------------

@@ -77,7 +77,8 @@ def load_checkpoint(checkpoint: Path, run: Run, parts: dict[str, Any]) -> TrainS
 
 def load_part(checkpoint: Path, part: str, holder: Any) -> None:
     """Restore an object that was saved beside the model and the optimizer; its tensors may be sharded."""
-    reader, current = TensorReader(checkpoint, part), holder.state_dict()
+    reader = TensorReader(checkpoint, part)
+    current = holder.state_dict()
     tensors = {name: reader.like(name, current.get(name)) for name in reader.where}
     holder.load_state_dict(read_state(checkpoint)["numbers"][part] | tensors)
 
@@ -101,38 +102,53 @@ def read_state(checkpoint: Path) -> dict:
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the checkpoint folders of a run, intact or not, oldest first."""
-    folders = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
-    return [path for _, path in sorted(item for item in folders if item[0] is not None)]
+    checkpoints = []
+    for path in Path(output_dir, "checkpoints").glob("*"):
+        step = step_of(path)
+        if step is not None:
+            checkpoints.append((step, path))
+    return [path for _, path in sorted(checkpoints)]
 
 
 def step_of(checkpoint: Path) -> int | None:
     """Return the step of a checkpoint folder, even if a user renamed it; None for any other folder.
 
     0 if it was renamed and its manifest is damaged: it must be found to be refused."""
-    if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
+    match = re.fullmatch(r"step_(\d+)", checkpoint.name)
+    if match:
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
         return None
-    return verify_hashes.read_metadata(checkpoint).get("step", 0) if (checkpoint / "state.json").exists() else None
+    if not (checkpoint / "state.json").exists():
+        return None
+    return verify_hashes.read_metadata(checkpoint).get("step", 0)
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
     """Return the newest intact checkpoint of a run, or None. Reads every byte of each checkpoint it verifies."""
     for path in reversed(list_checkpoints(output_dir)):
-        if not (errors := verify_hashes.verify(path)):
+        if _is_intact(path):
             return path
-        warn(f"{path} is damaged and not used: {'; '.join(errors)}")
     return None
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is undamaged; warn if it is not."""
+    errors = verify_hashes.verify(checkpoint)
+    if errors:
+        warn(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
+    return not errors
 
 
 def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
     """Return (the intact checkpoint of the best step, whether that or an intact final/ holds its model); 0: no such step."""
-    best = next((path for path in list_checkpoints(output_dir) if step and step_of(path) == step), None)
-    if best and (errors := verify_hashes.verify(best)):
-        warn(f"{best} is damaged and not used: {'; '.join(errors)}")
-        best = None
-    if best or not step or is_final_of(step, output_dir / "final"):
-        return best, bool(step)
+    if not step:
+        return None, False
+    best = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
+    if best is not None and _is_intact(best):
+        return best, True
+    if is_final_of(step, output_dir / "final"):
+        return None, True
     warn(f"the checkpoint of the best step {step:,} is gone or damaged: final/ holds the last step")
     return None, False
 
@@ -143,11 +159,13 @@ def prune(cfg: RunConfig, best_step: int = 0) -> None:
 
     Checkpoints that a user renamed and symlinks are never deleted."""
     try:
-        saved = [path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_")]
-        for path in [path for path in saved if not path.is_symlink()][: -cfg.save_total_limit]:
+        checkpoints = list_checkpoints(cfg.output_dir)
+        ours = [path for path in checkpoints if path.name.startswith("step_") and not path.is_symlink()]
+        for path in ours[: -cfg.save_total_limit]:
             step = step_of(path) or 0
             is_kept = cfg.save_keep_every and step % cfg.save_keep_every == 0
-            if not is_kept and not (cfg.metric_for_best_model and step == best_step):
+            is_best = cfg.metric_for_best_model and step == best_step
+            if not is_kept and not is_best:
                 shutil.rmtree(path)
     except OSError as error:
         warn(f"old checkpoints in {cfg.output_dir} cannot be removed ({error}); the next save tries again")

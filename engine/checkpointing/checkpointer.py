@@ -64,10 +64,12 @@ class Checkpointer:
         self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
-        # (step, evaluated) of the newest checkpoint, on the main process
-        here = [path.resolve() for path in checkpoint_folder.list_checkpoints(self.folder)]
-        self.saved = self._now() if start.checkpoint and start.checkpoint.resolve() in here else None
-        self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
+        self.saved: tuple[int, int] | None = None  # (step, evaluated) of the newest checkpoint, on the main process
+        checkpoints = [path.resolve() for path in checkpoint_folder.list_checkpoints(self.folder)]
+        if start.checkpoint and start.checkpoint.resolve() in checkpoints:
+            self.saved = self._now()
+        self.final_step = 0  # step of the weights in final/
+        self.average = ""  # name of the technique that averaged them
         self.addon_messages: list[str] = []  # about what they did with final/
 
     def begin(self) -> None:
@@ -108,13 +110,15 @@ class Checkpointer:
     def save(self) -> None:
         """Copy the training state to host memory, and let the background thread write checkpoints/step_N (`_write`)."""
         with self.run.meter.paused():
-            began, state = time.perf_counter(), self.state
+            began = time.perf_counter()
+            state = self.state
             state.finish_update(self.cfg.max_skipped_steps)
             replica_check.check_replicas(self.run.backend, self.run.model, state.step)
             self.due.last_save = self._now()
             self.signals.save_requested = False  # by the file `save`: this is that save
             # The step alone does not determine the position of a stream.
-            if position := getattr(self.run.datasets["train"], "position", None):
+            position = getattr(self.run.datasets["train"], "position", None)
+            if position is not None:
                 state.stream = position(state.step, self.hosts)
             if self.due.finished() or self.due.best():
                 self.writer.wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
@@ -124,16 +128,27 @@ class Checkpointer:
             if self.writer.is_busy(min(SLOW_DISK, self.cfg.ddp_timeout / 2)):
                 warn(f"the checkpoint of step {state.step} is skipped: the one before it is still being written")
                 return
-            copying = time.perf_counter()
+            began_copy = time.perf_counter()
             tensors, values = checkpoint_folder.collect_tensors(self.run.backend, self.run.model, self.parts)
             copies = self.memory.take(tensors)  # a collective for sharded tensors
-            now = time.perf_counter()
-            saved = {"progress": self.state.saved_fields(), "meter": meter, "numbers": values} | self.metadata
-            scaler = self.accelerator.scaler
-            saved["scaler"] = scaler.state_dict() if scaler is not None else None
-            saved = deepcopy(saved)  # techniques may change their values while it is written
-            pause = f"training paused {now - began:.3f} s for it ({now - copying:.3f} s to copy it to the host)"
+            ended = time.perf_counter()
+            pause = f"training paused {ended - began:.3f} s for it ({ended - began_copy:.3f} s to copy it to the host)"
+            saved = self._values_to_save(meter, values)
             self.writer.start(f"THE CHECKPOINT OF STEP {state.step}", self._write, copies, saved, self._flush(), pause)
+
+    def _values_to_save(self, meter: dict, values: dict) -> dict:
+        """Return a copy of all that a checkpoint holds beside tensors; `values`: those of optimizer and techniques.
+
+        Techniques may change theirs while it is written."""
+        scaler = self.accelerator.scaler
+        saved = {
+            "progress": self.state.saved_fields(),
+            "meter": meter,
+            "numbers": values,
+            **self.metadata,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+        return deepcopy(saved)
 
     def _write(self, tensors: dict[str, Tensors], state: dict, error: OSError | None, pause: str) -> None:
         """Write a checkpoint, then delete old ones; in the background thread. `error`: of the lines that come before."""
@@ -153,7 +168,7 @@ class Checkpointer:
                 writer.publish(temporary, folder, step, hashes)
         if not self.is_main:
             return
-        self.saved = step, progress["evaluated"]
+        self.saved = (step, progress["evaluated"])
         checkpoint_folder.prune(self.cfg, progress["best_step"])
         show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
         show(f"step {step} saved in {folder}; {pause}")
@@ -175,10 +190,12 @@ class Checkpointer:
         Raise Failure if the state could not be saved."""
         reason = self.signals.reason
         if self.writer.failures >= self.cfg.max_failed_saves:
-            error, reason = None, f"{self.writer.failures} failed saves in a row (the last attempt succeeded)"
+            error = None
+            reason = f"{self.writer.failures} failed saves in a row (the last attempt succeeded)"
         reasons = " and ".join(self.hosts.union({reason} if reason else set()))  # a signal may reach some ranks later
         self.writer.wait_on_all_ranks()
-        if not self.hosts.sum([float(self.is_main and self.saved == self._now())])[0]:
+        is_this_step_saved = self.is_main and self.saved == self._now()
+        if not self.hosts.sum([float(is_this_step_saved)])[0]:
             self.save()
         is_saved = self.writer.finish()
         if self.is_main:
@@ -189,7 +206,9 @@ class Checkpointer:
                 f"no checkpoint could be saved: {self.writer.reason or 'see the main process'} ({self.folder}). Free space or "
                 "repair the disk; the same command resumes from the last checkpoint that was saved"
             )
-        command = "the same command" + (" without resume: never" if self.cfg.resume == "never" else "")
+        command = "the same command"
+        if self.cfg.resume == "never":
+            command += " without resume: never"
         text = f"Stopped by {reasons} at step {self.state.step:,}. Saved to {self.folder}; run {command} to resume."
         raise error or Stopped(text)
 
@@ -198,7 +217,8 @@ class Checkpointer:
 
         If the best checkpoint is damaged and final/ is not its model, final/ holds the last step. The average of a
         technique with `final` replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
-        state, final = self.state, self.folder / "final"
+        state = self.state
+        final = self.folder / "final"
         if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
@@ -207,11 +227,12 @@ class Checkpointer:
         self.writer.wait_on_all_ranks()
         older = state.best_step if self.cfg.metric_for_best_model and state.best_step != state.step else 0
         best, is_best = run_on_main(self.accelerator, lambda: checkpoint_folder.find_best(self.folder, older))
-        self.final_step = step = older if is_best else state.step
-        is_written = run_on_main(self.accelerator, lambda: model_folder.is_final_of(step, final))
+        self.final_step = older if is_best else state.step
+        is_written = run_on_main(self.accelerator, lambda: model_folder.is_final_of(self.final_step, final))
         load_part = partial(checkpoint_folder.load_part, best) if best else None
         if (best or not is_best) and self.techniques.load_final(load_part):
-            self.average, best = self.techniques.final, None
+            self.average = self.techniques.final
+            best = None
         if not is_written:
             tensors: Tensors = {}
             if best is None and self.writer.writes:
@@ -222,7 +243,7 @@ class Checkpointer:
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete():
-            self.addon_messages = [each.final_is_written(self.cfg) for each in used_addons(self.cfg)]
+            self.addon_messages = [addon.final_is_written(self.cfg) for addon in used_addons(self.cfg)]
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
         """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""
@@ -244,7 +265,8 @@ class Checkpointer:
     def summary(self) -> str:
         """Return lines about early stopping, the best model, and what add-ons did with final/."""
         best = model_folder.best_sentence(self.cfg, self.state, self.final_step, self.average)
-        return "\n".join(line for line in (self.due.early_stop_message(), best, *self.addon_messages) if line)
+        lines = [self.due.early_stop_message(), best, *self.addon_messages]
+        return "\n".join(line for line in lines if line)
 
     def sample(self) -> str | None:
         """Return the sample of a task with the option `sample_prompt`, on the main process, if final/ is the last step."""

@@ -38,22 +38,34 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
     if not cfg.init_from:
         return None
     weights = locate_weights(cfg.init_from, "init_from")
-    names = read_yaml(weights / "config.json").get("id2label") or {}
-    there, here = [names[i] for i in sorted(names, key=int)], getattr(task, "labels", None)
-    if here and len(there) == len(here) and there != here:
-        text = f"init_from: {weights} has the classes {', '.join(there)}, but the data {', '.join(here)}: "
-        if {*there} & {*here}:
-            raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
-        warn(f"{text}the output of each class begins with the weights of the class at its place")
-    file, tokenizer = weights / "tokenizer.json", getattr(task, "tokenizer", None)
-    if tokenizer and file.exists():
-        from tokenizers import Tokenizer
-
-        if Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
-            warn(
-                f"init_from: {weights} was trained with other tokens than those of this run: give --tokenizer_name {weights}"
-            )
+    _check_classes(weights, getattr(task, "labels", None))
+    _check_tokens(weights, getattr(task, "tokenizer", None))
     return weights
+
+
+def _check_classes(weights: Path, labels: list[str] | None) -> None:
+    """Raise UsageError if the model has the classes of the data in another order; warn if it has as many others."""
+    names = read_yaml(weights / "config.json").get("id2label") or {}
+    of_model = [names[i] for i in sorted(names, key=int)]
+    if not labels or len(of_model) != len(labels) or of_model == labels:
+        return
+    text = f"init_from: {weights} has the classes {', '.join(of_model)}, but the data {', '.join(labels)}: "
+    if {*of_model} & {*labels}:
+        raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
+    warn(f"{text}the output of each class begins with the weights of the class at its place")
+
+
+def _check_tokens(weights: Path, tokenizer: Any) -> None:
+    """Warn if the model was trained with other tokens than those of `tokenizer`."""
+    file = weights / "tokenizer.json"
+    if not tokenizer or not file.exists():
+        return
+    from tokenizers import Tokenizer
+
+    if Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
+        warn(
+            f"init_from: {weights} was trained with other tokens than those of this run: give --tokenizer_name {weights}"
+        )
 
 
 def locate_weights(name: str, field: str) -> Path:
@@ -61,8 +73,12 @@ def locate_weights(name: str, field: str) -> Path:
 
     In a run folder, use final/, else the newest intact checkpoint. Raise UsageError if the folder is damaged."""
     folder = Path(locate(name))
-    models = [file.parent for each in (folder, folder / "final") for file in map(each.joinpath, MODEL) if file.exists()]
-    weights = models[0] if models else newest_intact(folder)
+    if _holds_model(folder):
+        weights = folder
+    elif _holds_model(folder / "final"):
+        weights = folder / "final"
+    else:
+        weights = newest_intact(folder)
     if weights is None:
         refuse_adapter(f"{field}: {name}", folder)
         raise UsageError(
@@ -71,9 +87,14 @@ def locate_weights(name: str, field: str) -> Path:
         )
     refuse_pointers_of_model(weights, field, weights=True)
     is_ours = (weights / verify_hashes.MANIFEST).exists() or (weights / "state.json").exists()
-    if is_ours and (errors := verify_hashes.verify(weights)):
+    errors = verify_hashes.verify(weights) if is_ours else []
+    if errors:
         raise UsageError(f"{field}: {weights} is damaged: {'; '.join(errors)}")
     return weights
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in MODEL)
 
 
 def warn_of_precision(cfg: RunConfig, precision: str) -> None:
@@ -81,8 +102,8 @@ def warn_of_precision(cfg: RunConfig, precision: str) -> None:
     trained = verify_hashes.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
     if trained and trained != precision:
         warn(
-            f"this model was trained with mixed_precision {trained} and is evaluated with {precision}: the metrics differ from those "
-            f"of train.py; launch with mixed_precision {trained} to get the same metrics"
+            f"this model was trained with mixed_precision {trained} and is evaluated with {precision}: the metrics differ "
+            f"from those of train.py; launch with mixed_precision {trained} to get the same metrics"
         )
 
 
@@ -98,18 +119,21 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint")
     parsed, argv = parser.parse_known_args(_or_newest_run(argv))
-    if (name := parsed.checkpoint) is None:
+    if parsed.checkpoint is None:
         return argv, None, None
     given = flag_names(argv)
-    if both := given & {"model_name_or_path", "model_config"}:
-        raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
-    name = path_of_flag(name, "--checkpoint")
+    models = given & {"model_name_or_path", "model_config"}
+    if models:
+        raise UsageError(f"checkpoint and {models.pop()} are both given: keep one")
+    name = path_of_flag(parsed.checkpoint, "--checkpoint")
     weights = locate_weights(name, "checkpoint")
     if (weights / "state.json").exists():
         state = read_state(weights)
-        config, step = state["config"], state["progress"]["step"]
+        config = state["config"]
+        step = state["progress"]["step"]
     elif (weights / RUN_CONFIG).exists():
-        config, step = read_yaml(weights / RUN_CONFIG), verify_hashes.read_metadata(weights).get("step")
+        config = read_yaml(weights / RUN_CONFIG)
+        step = verify_hashes.read_metadata(weights).get("step")
     else:
         raise UsageError(
             f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
@@ -140,27 +164,29 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
     options = OPTIONS[task]()
     taken = {}
-    for kind in (config_type(config), options):
-        defaults = dataclasses.asdict(kind())
-        for name, rules in declared_options(kind).items():
+    for cls in (config_type(config), options):
+        defaults = dataclasses.asdict(cls())
+        for name, rules in declared_options(cls).items():
             value = config.get(name)
             if name in given or value is None or value == defaults[name]:
                 continue
-            if is_from_checkpoint(kind, name):
+            if is_from_checkpoint(cls, name):
                 names_data = rules.is_path or rules.values is Source
                 needs_flag = names_data and not plain_data(value)  # of a store that may run code
                 if not needs_flag:
                     taken[name] = value
             else:
-                needs_flag = name in ONLY_BY_FLAG or (kind is options and rules.from_checkpoint is None)
+                needs_flag = name in ONLY_BY_FLAG or (cls is options and rules.from_checkpoint is None)
             if needs_flag:
                 warn(f"{name} is not taken from a checkpoint; to use it, give --{name} {_as_flag(value)}")
     return taken
 
 
 def _as_flag(value) -> str:
-    values = value if isinstance(value, list) else [value]
-    return " ".join(shlex.quote(str(v).lower() if isinstance(v, bool) else str(v)) for v in values)
+    words = []
+    for item in value if isinstance(value, list) else [value]:
+        words.append(str(item).lower() if isinstance(item, bool) else str(item))
+    return shlex.join(words)
 
 
 def _without_replaced_data(values: dict, given: set[str]) -> dict:
@@ -168,13 +194,21 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
 
     train_file is used only for the rows held out of it: it may be a URL without its credentials."""
     dropped = {"train_file"} if "validation_file" in values else set()
-    kinds = [kind for kind in config_type({*given, *values}).addons if overrides(kind, AddOn.find_sources)]
-    holding_out = {name for kind in kinds for name in declared_options(kind)}
+    holding_out = set()  # fields of add-ons that hold rows out
+    for addon in config_type({*given, *values}).addons:
+        if overrides(addon, AddOn.find_sources):
+            holding_out |= {*declared_options(addon)}
     if not holding_out & {*given, *values}:
         dropped.add("dataset_split")  # it names training data
     if given & {"dataset_name", "train_file", "validation_file"}:
-        dropped = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split"}
-        dropped |= {"train_file", "validation_file"}
+        dropped = {
+            "dataset_name",
+            "dataset_config_name",
+            "dataset_revision",
+            "dataset_split",
+            "train_file",
+            "validation_file",
+        }
         if "train_file" not in given:  # rows are held out of the given training data as in the run
             dropped |= holding_out
     return {name: value for name, value in values.items() if name not in dropped}
@@ -182,8 +216,8 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
 
 def _output_dir(name: str) -> Path:
     """Return the run folder of the typed path, from the path alone; if it is no checkpoint, the folder itself."""
-    here = Path(name) if Path(name).exists() else REPOSITORY / name
-    folder = Path(os.path.abspath(here))
+    path = Path(name) if Path(name).exists() else REPOSITORY / name
+    folder = Path(os.path.abspath(path))
     if folder.name == "final":
         return folder.parent
     is_checkpoint = folder.parent.name == "checkpoints" and re.fullmatch(r"step_\d+", folder.name)

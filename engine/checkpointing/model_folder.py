@@ -6,6 +6,7 @@ tests/engine/distributed/test_fsdp2_checkpoints.py.
 
 import json
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -30,9 +31,10 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     `tensors` are written instead of the weights that the model has by now. A module without `save_pretrained` is written
     as safetensors, with the task's own config.json."""
     task = model_with_loss.task
-    model, file = task.saved(model_with_loss.model), folder / file_name("model", rank, world)
-    for each in used_addons(task.cfg):
-        tensors = each.write_own_tensors(model, tensors, folder, rank, world)
+    model = task.saved(model_with_loss.model)
+    file = folder / file_name("model", rank, world)
+    for addon in used_addons(task.cfg):
+        tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
     if not hasattr(model, "save_pretrained"):
         if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
             write_tensors(tensors, file, {"format": "pt"})
@@ -53,11 +55,14 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
             if path.suffix != ".safetensors":
                 path.unlink()
         return
-    for name in ("tokenizer", "image_processor"):
-        if (part := getattr(task, name, None)) is not None:
-            if getattr(part, "is_fast", False):
-                part.backend_tokenizer.no_truncation()  # else to the length of the last call, if this process made one
-            part.save_pretrained(folder)
+    tokenizer: Any = getattr(task, "tokenizer", None)
+    image_processor: Any = getattr(task, "image_processor", None)
+    if getattr(tokenizer, "is_fast", False):
+        tokenizer.backend_tokenizer.no_truncation()  # else to the length of the last call, if this process made one
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if image_processor is not None:
+        image_processor.save_pretrained(folder)
 
 
 def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> None:
@@ -69,8 +74,8 @@ def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> No
             vectors = [name for name in file.keys() if name in tensors and tensors[name].dim() == 1]  # noqa: SIM118
             if not vectors:
                 continue
-            written, expected = file.get_tensor(vectors[-1]), tensors[vectors[-1]]
-        expected = expected.to(written)
+            written = file.get_tensor(vectors[-1])
+        expected = tensors[vectors[-1]].to(written)
         if written.shape == expected.shape and not torch.equal(written.nan_to_num(), expected.nan_to_num()):
             raise RuntimeError(
                 f"save_pretrained of {type(model).__name__} has written other values of {vectors[-1]} than those of its "
@@ -96,10 +101,10 @@ def best_sentence(cfg: RunConfig, state: TrainState, final_step: int, average: s
     Return an empty string without metric_for_best_model and average."""
     if not final_step or not (cfg.metric_for_best_model or average):
         return ""
-    holds = f"final/ holds {f'the average ({average}) of ' if average else ''}step {final_step:,}"
+    weights = f"the average ({average}) of step {final_step:,}" if average else f"step {final_step:,}"
     if not cfg.metric_for_best_model or not state.best_step:
-        return holds
-    return f"best: step {state.best_step:,}, {state.best_metric} {state.best}; {holds}"
+        return f"final/ holds {weights}"
+    return f"best: step {state.best_step:,}, {state.best_metric} {state.best}; final/ holds {weights}"
 
 
 def is_final_of(step: int, folder: Path) -> bool:
@@ -109,7 +114,7 @@ def is_final_of(step: int, folder: Path) -> bool:
 
 def change_by_addons(folder: Path, run: Run) -> bool:
     """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
-    changes = [each.change_final_model(folder, run.task) for each in used_addons(run.cfg)]
+    changes = [addon.change_final_model(folder, run.task) for addon in used_addons(run.cfg)]  # each is called
     return any(changes)
 
 
@@ -117,10 +122,12 @@ def write_card(folder: Path, run: Run, config: dict, final_step: int, average: s
     """Write the model card (README.md) and the run's configuration, which eval.py reads."""
     from transformers import PreTrainedModel
 
-    cfg, model = run.cfg, run.task.saved(run.model.model)
+    cfg = run.cfg
+    model = run.task.saved(run.model.model)
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
-    more = "".join(each.model_card(cfg) for each in used_addons(cfg))
-    if best := best_sentence(cfg, run.state, final_step, average):
+    more = "".join(addon.model_card(cfg) for addon in used_addons(cfg))
+    best = best_sentence(cfg, run.state, final_step, average)
+    if best:
         more += f"\n{best[0].upper()}{best[1:]}.\n"
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(_public_name(source) for source in sources if source)

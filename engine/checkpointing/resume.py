@@ -51,7 +51,8 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
     """Return the main process's choice on every rank, or raise its error on every rank.
 
     `has_same_rates`: as of `check_same_run`."""
-    folder, accelerator = Path(cfg.output_dir), backend.accelerator
+    folder = Path(cfg.output_dir)
+    accelerator = backend.accelerator
 
     def choose() -> Start:
         current = identity(accelerator.mixed_precision, accelerator.num_processes, cfg, splits)
@@ -62,8 +63,8 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
         checkpoint, notes = find_checkpoint(cfg, task.options, current, has_same_rates)
         if checkpoint is None:
             return Start(None, notes, init_weights(cfg, task), uuid.uuid4().hex, False, current)
-        state, is_same_run = read_state(checkpoint), belongs(checkpoint, folder)
-        run_id = state["run_id"] if is_same_run else uuid.uuid4().hex
+        is_same_run = belongs(checkpoint, folder)
+        run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
 
     return run_on_main(accelerator, choose)
@@ -79,10 +80,10 @@ def find_checkpoint(
     launcher restarts a stopped run."""
     candidates, notes = _candidates(cfg, Path(cfg.output_dir))
     for checkpoint in reversed(candidates):
-        if errors := verify_hashes.verify(checkpoint):
-            notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
-        else:
+        errors = verify_hashes.verify(checkpoint)
+        if not errors:
             return checkpoint, notes + check_same_run(checkpoint, cfg, options, current, has_same_rates)
+        notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
     if candidates:
         raise UsageError(
             f"resume: no checkpoint is intact: {'; '.join(notes)}. Restore one, or start over with --resume never"
@@ -92,28 +93,37 @@ def find_checkpoint(
 
 def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
     """Return the checkpoints that `cfg.resume` allows, oldest first, and messages for the user."""
-    is_restart, checkpoints = _is_elastic_restart(folder), list_checkpoints(folder)
+    is_restart = _is_elastic_restart(folder)
+    checkpoints = list_checkpoints(folder)
     if cfg.resume == "auto" or (is_restart and checkpoints):  # the first start has already applied --resume
         return checkpoints, []
     if cfg.resume == "never":
         return [], []
-    asked, config = Path(cfg.resume), folder / "config.yaml"
-    given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
-    began_here = Path(given).resolve() == asked.resolve()  # the run here was started with the same --resume
+    source = Path(cfg.resume)
+    began_here = _began_from(source, folder)
     if began_here and checkpoints:
         note = "resuming from its newest checkpoint; to go back again, remove the later ones"
-        return checkpoints, [f"{folder} holds the run that began from {asked}: {note}"]
-    if not (candidates := [asked] if (asked / "state.json").exists() else list_checkpoints(asked)):
+        return checkpoints, [f"{folder} holds the run that began from {source}: {note}"]
+    candidates = [source] if (source / "state.json").exists() else list_checkpoints(source)
+    if not candidates:
         raise UsageError(
-            f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
+            f"resume: {source} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
         )
     is_of_this_run = began_here or any(belongs(path, folder) for path in candidates)
-    if not is_of_this_run and (checkpoints or (folder / "metrics.jsonl").exists()):
+    has_outputs = bool(checkpoints) or (folder / "metrics.jsonl").exists()
+    if has_outputs and not is_of_this_run:
         raise UsageError(
-            f"resume: {asked} is a checkpoint of another run than the one in output_dir {folder}: give another "
+            f"resume: {source} is a checkpoint of another run than the one in output_dir {folder}: give another "
             "--output_dir, or remove --resume to resume the run in output_dir"
         )
     return candidates, []
+
+
+def _began_from(source: Path, folder: Path) -> bool:
+    """Return whether the run in `folder` was started with --resume `source`."""
+    config = folder / "config.yaml"
+    given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
+    return Path(given).resolve() == source.resolve()
 
 
 def _is_elastic_restart(output_dir: Path) -> bool:
@@ -129,10 +139,15 @@ def _is_elastic_restart(output_dir: Path) -> bool:
 def belongs(checkpoint: Path, output_dir: Path) -> bool:
     """Return True if the run in `output_dir` saved this checkpoint, even if it was moved, or lies there without a
     readable id."""
-    own, run_id = list_checkpoints(output_dir), jsonl.read_json(checkpoint / "state.json").get("run_id")
-    return checkpoint.resolve() in map(Path.resolve, own) or (
-        run_id is not None and run_id in [jsonl.read_json(path / "state.json").get("run_id") for path in own]
-    )
+    checkpoints = list_checkpoints(output_dir)
+    if checkpoint.resolve() in [path.resolve() for path in checkpoints]:
+        return True
+    run_id = _run_id(checkpoint)
+    return run_id is not None and any(_run_id(path) == run_id for path in checkpoints)
+
+
+def _run_id(checkpoint: Path) -> str | None:
+    return jsonl.read_json(checkpoint / "state.json").get("run_id")
 
 
 def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
@@ -150,7 +165,12 @@ def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
         stale += [path for path in list_checkpoints(output_dir) if (step_of(path) or 0) > step]
     else:
         stale += [output_dir / name for name in ("metrics.jsonl", "ledger.jsonl", "checkpoints")]
-    for path in filter(Path.exists, stale):
-        name = f"old_{path.name}" if start.is_same_run else path.name
-        number = next(n for n in range(1, 10_000) if not path.with_name(f"{name}.old{n}").exists())
-        path.rename(path.with_name(f"{name}.old{number}"))
+    for path in stale:
+        if path.exists():
+            path.rename(_free_name(path, f"old_{path.name}" if start.is_same_run else path.name))
+
+
+def _free_name(path: Path, name: str) -> Path:
+    """Return NAME.old1 beside `path`, or with the first number that is not taken."""
+    names = (path.with_name(f"{name}.old{number}") for number in range(1, 10_000))
+    return next(each for each in names if not each.exists())

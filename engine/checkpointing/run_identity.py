@@ -6,7 +6,6 @@ Tests: tests/engine/checkpointing/test_run_identity.py.
 import dataclasses
 import os
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,10 @@ def _model_contents(cfg: RunConfig) -> dict[str, Any]:
     folder, commit = pretrained_source(cfg)
     values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
     values = {name: value for name, value in values.items() if name not in SAVED_BY}
-    code = sorted(folder.glob("*.py")) if cfg.trust_remote_code else []
-    return values | {path.name: verify_hashes.hash_file(path)["xxh3_128"] for path in code} | {"commit": commit}
+    if cfg.trust_remote_code:
+        for path in sorted(folder.glob("*.py")):
+            values[path.name] = verify_hashes.hash_file(path)["xxh3_128"]
+    return values | {"commit": commit}
 
 
 def check_same_run(
@@ -57,7 +58,8 @@ def check_same_run(
 ) -> list[str]:
     """Return the harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
 
-    `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is refused unless it is declared may_change_on_resume."""
+    `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is
+    refused unless it is declared may_change_on_resume."""
     refused, allowed = _changes(read_state(checkpoint), cfg, options, current, has_same_rates)
     if refused:
         raise UsageError(
@@ -79,21 +81,30 @@ def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates:
 
 
 def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
-    first = ""
-    for number in count(1) if cfg.resume == "auto" else ():
-        folder = cfg.output_dir + f"_{number}" * (number > 1)
-        states = [jsonl.read_json(path / "state.json") for path in list_checkpoints(folder)]
-        state = next((state for state in reversed(states) if "identity" in state), None)
-        refused, allowed = {}, {}
-        if state:
-            refused, allowed = _changes(state, cfg, options, state["identity"], has_same_rates)
-        if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:
-            first = first or "; ".join(other.values())
-            continue
-        if first and os.environ.get("RANK", "0") == "0":
-            print(f"{cfg.output_dir} holds another run ({first}): this one is in {folder}", flush=True)
-        return dataclasses.replace(cfg, output_dir=folder)
-    return cfg
+    """Return `cfg` with the first folder that holds no run with other fields; say so if it is not the one of `cfg`."""
+    if cfg.resume != "auto":
+        return cfg
+    folder = cfg.output_dir
+    changes = first_changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+    number = 1
+    while changes:
+        number += 1
+        folder = f"{cfg.output_dir}_{number}"
+        changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+    if first_changes and os.environ.get("RANK", "0") == "0":
+        print(f"{cfg.output_dir} holds another run ({first_changes}): this one is in {folder}", flush=True)
+    return dataclasses.replace(cfg, output_dir=folder)
+
+
+def _changes_of_fields(folder: str, cfg: RunConfig, options: Any, has_same_rates: SameRates) -> str:
+    """Return which fields of the run in `folder` make it another run, or an empty text if it is this one, or none."""
+    states = [jsonl.read_json(path / "state.json") for path in list_checkpoints(folder)]
+    state = next((state for state in reversed(states) if "identity" in state), None)
+    if state is None:
+        return ""
+    refused, allowed = _changes(state, cfg, options, state["identity"], has_same_rates)
+    other_data = {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}
+    return "; ".join((refused | other_data).values())
 
 
 def replace_auto(cfg: RunConfig) -> RunConfig:
@@ -102,10 +113,12 @@ def replace_auto(cfg: RunConfig) -> RunConfig:
     Without a checkpoint it stays `auto`, which engine/config/validation.py refuses."""
     if cfg.per_device_batch_size != "auto":
         return cfg
-    asked = cfg.output_dir if cfg.resume == "auto" else cfg.resume
-    states = [jsonl.read_json(folder / "state.json") for folder in (Path(asked), *list_checkpoints(asked))]
+    source = cfg.output_dir if cfg.resume == "auto" else cfg.resume
+    states = [jsonl.read_json(folder / "state.json") for folder in (Path(source), *list_checkpoints(source))]
     sizes = [state["config"]["per_device_batch_size"] for state in states if "config" in state]
-    return dataclasses.replace(cfg, per_device_batch_size=sizes[-1]) if sizes else cfg
+    if not sizes:
+        return cfg
+    return dataclasses.replace(cfg, per_device_batch_size=sizes[-1])
 
 
 def _changes(
@@ -113,8 +126,8 @@ def _changes(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
     # The fields of an add-on that only one of the two runs names count, too.
-    names = [*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]
-    schemas = config_type(names), type(options)
+    names = [name for name, value in state["config"].items() if value is not None]
+    schemas = (config_type([*names, *vars(cfg)]), type(options))
     was = _fields(state["config"], schemas) | state["identity"]
     now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
@@ -125,7 +138,8 @@ def _changes(
         may_change |= LENGTH
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     refused = {name: text for name, text in diff.items() if name not in may_change}
-    return refused, {name: text for name, text in diff.items() if name not in refused}
+    allowed = {name: text for name, text in diff.items() if name in may_change}
+    return refused, allowed
 
 
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
@@ -144,10 +158,12 @@ def _may_change(cfg: RunConfig, schemas: tuple[type[RunConfig], type], was: dict
         names |= addon.may_change()
     if follows_evaluations(cfg):
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
-    optional = {name for name in was | now if name.startswith(("data.", "validation."))}
-    names |= {name for name in optional if was.get(name) is None or now.get(name) is None}
+    for name in was | now:
+        is_of_data = name.startswith(("data.", "validation."))
+        if is_of_data and (was.get(name) is None or now.get(name) is None):
+            names.add(name)
     if now["data.examples"] is not None:  # not a stream, which reads with the tokenizer's files
         names.add("data.tokenizer_files")
-    if all(os.path.isabs(each["model_name_or_path"] or "") for each in (was, now)):
+    if os.path.isabs(was["model_name_or_path"] or "") and os.path.isabs(now["model_name_or_path"] or ""):
         names.add("model_name_or_path")  # the folder may have been moved; its configuration is compared
     return names

@@ -40,7 +40,8 @@ def file_name(part: str, rank: int, world: int) -> str:
 
 def digest(value: torch.Tensor) -> str:
     """Return dtype, shape and hash of a tensor in host memory."""
-    return f"{value.dtype} {list(value.shape)} {sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]}"
+    data = value.reshape(-1).view(torch.uint8).numpy()
+    return f"{value.dtype} {list(value.shape)} {sha256(data).hexdigest()[:16]}"
 
 
 # ---- write -----------------------------------------------------------------------------------------------------------
@@ -48,22 +49,32 @@ def digest(value: torch.Tensor) -> str:
 
 def write_tensors(named: Tensors, file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors by name as one safetensors file; it refuses two names for the same memory, so tied ones are copied."""
-    result, seen = {}, set()
+    separate = {}
+    addresses = set()
     for name, value in named.items():
         value = value.contiguous()
-        memory = value.untyped_storage().data_ptr()
-        result[name] = value.clone() if memory in seen else value
-        seen.add(memory)
-    save_file(result, file, metadata)
+        address = value.untyped_storage().data_ptr()
+        separate[name] = value.clone() if address in addresses else value
+        addresses.add(address)
+    save_file(separate, file, metadata)
 
 
 def write_index(folder: Path) -> None:
     """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
     paths = sorted(folder.glob("model-*-of-*.safetensors"))
-    weight_map = {name: path.name for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+    weight_map = {name: path.name for name, path in file_of_tensors(paths).items()}
     size = sum(path.stat().st_size for path in paths)
     body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def file_of_tensors(paths: list[Path]) -> dict[str, Path]:
+    """Return {name of a tensor: the file that holds it}."""
+    file_of = {}
+    for path in paths:
+        names = safe_open(path, "pt").keys()
+        file_of |= dict.fromkeys(names, path)
+    return file_of
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -81,7 +92,8 @@ def shard_folder(shards: Path, rank: int) -> Iterator[Path]:
 
     RANK.json is written last, so its existence tells the main process that the files are complete. An error of the disk
     ends here: the main process counts it for all ranks."""
-    folder, outcome = shards / str(rank), shards / f"{rank}.json"
+    folder = shards / str(rank)
+    outcome = shards / f"{rank}.json"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
@@ -102,11 +114,12 @@ def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHA
     """Move all other ranks' files into `folder`; return their hashes.
 
     Raise OSError if a rank has failed or is late."""
-    end, hashes = time.monotonic() + patience, {}
+    deadline = time.monotonic() + patience
+    hashes = {}
     for rank in range(1, world):
         outcome = shards / f"{rank}.json"
         while not outcome.exists():
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} has not written its shard in {patience:g} s")
             time.sleep(0.02)
         result = json.loads(outcome.read_text())
@@ -126,20 +139,22 @@ class TensorReader:
     """Reads the tensors of one part of a checkpoint by name, in full or as shards, from any number of files."""
 
     def __init__(self, checkpoint: Path, part: str):
-        alone = checkpoint / file_name(part, 0, 1)
-        paths = [alone] if alone.exists() else sorted(checkpoint.glob(f"{part}-*-of-*.safetensors"))
-        self.where = {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+        single_file = checkpoint / file_name(part, 0, 1)
+        shards = sorted(checkpoint.glob(f"{part}-*-of-*.safetensors"))
+        self.where = file_of_tensors([single_file] if single_file.exists() else shards)
         self.path: Path | None = None
         self.file: Any = None
         self.mapped = 0
 
     def _slice(self, name: str):
         if self.path != self.where[name] or self.mapped > REOPEN_AFTER:
-            self.path, self.mapped = self.where[name], 0
+            self.path = self.where[name]
+            self.mapped = 0
             self.file = safe_open(self.path, "pt")
         return self.file.get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor."""
         return tuple(self._slice(name).get_shape())
 
     def full(self, name: str) -> torch.Tensor:
@@ -156,11 +171,16 @@ class TensorReader:
         rows = self._slice(name)
         if not isinstance(parameter, DTensor) or self.shape(name) != tuple(parameter.shape):
             return self.full(name)
-        mesh, placements, local = parameter.device_mesh, parameter.placements, parameter.to_local()
+        local = parameter.to_local()
         slices = private_apis.local_slices(parameter)
         shape = [part.stop - part.start for part in slices]
         value = rows[slices].clone() if all(shape) else torch.empty(shape, dtype=local.dtype)
         self.mapped += value.nbytes
         return DTensor.from_local(
-            value.to(local.device), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            value.to(local.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
