@@ -126,16 +126,17 @@ class AddOn:
 
 def overrides(addon: AddOn | type[AddOn], *methods: Callable[..., Any]) -> bool:
     """Return whether an add-on, or its class, defines one of these methods of AddOn."""
-    kind = addon if isinstance(addon, type) else type(addon)
-    return any(getattr(kind, method.__name__) is not method for method in methods)
+    cls = addon if isinstance(addon, type) else type(addon)
+    return any(getattr(cls, method.__name__) is not method for method in methods)
 
 
-def check_names(kind: type[AddOn]) -> None:
+def check_names(cls: type[AddOn]) -> None:
     """Raise UsageError for a name that AddOn does not know, such as a misspelled method, and no `option`."""
     known = {name for name in vars(AddOn) if not name.startswith("_")}
-    own = {name for name in vars(kind) if not name.startswith("_")} - {field.name for field in fields(kind)}
-    for name in sorted(own - known):
+    declared = {field.name for field in fields(cls)}
+    defined = {name for name in vars(cls) if not name.startswith("_")}
+    for name in sorted(defined - declared - known):
         raise UsageError(
-            f"{kind.__module__}: {kind.__name__} has `{name}`, which is no method of AddOn{did_you_mean(name, known)} "
+            f"{cls.__module__}: {cls.__name__} has `{name}`, which is no method of AddOn{did_you_mean(name, known)} "
             "(engine/config/add_on.py has all of them; a name of your own begins with _, a field is declared by option(...))"
         )

@@ -27,10 +27,15 @@ ADDONS = REPOSITORY / "addons"
 
 def addon_names(room: str) -> list[str]:
     """Return the names of the add-ons in addons/ROOM, its files and folders, that have all that they need."""
-    paths = (ADDONS / room).glob("[!_]*") if (ADDONS / room).is_dir() else ()
-    files = (path / "__init__.py" if path.is_dir() else path for path in paths)
-    here = (file for file in files if file.suffix == ".py" and file.exists() and not missing_need(file))
-    return sorted(file.parent.name if file.stem == "__init__" else file.stem for file in here)
+    folder = ADDONS / room
+    if not folder.is_dir():
+        return []
+    names = []
+    for path in folder.glob("[!_]*"):
+        file = path / "__init__.py" if path.is_dir() else path
+        if file.suffix == ".py" and file.exists() and not missing_need(file):
+            names.append(path.stem)
+    return sorted(names)
 
 
 def missing_need(file: Path) -> str | None:
@@ -53,26 +58,30 @@ def load_addon(room: str, name: str) -> ModuleType:
 @cache
 def addons_with_fields() -> tuple[type[AddOn], ...]:
     """Return the classes derived from AddOn, in the order of their paths; import their files."""
-    kinds = []
+    classes = []
     for path in sorted(ADDONS.rglob("*.py")):
         declares = re.search(r"^class \w+\((\w+\.)?AddOn\):", path.read_text(encoding="utf-8"), re.M)
         if declares and not missing_need(path):
             parts = path.relative_to(REPOSITORY).with_suffix("").parts
-            kinds.append(addon_class(import_module(".".join(parts).removesuffix(".__init__"))))
-    return tuple(kinds)
+            module = import_module(".".join(parts).removesuffix(".__init__"))
+            classes.append(addon_class(module))
+    return tuple(classes)
 
 
 def addon_class(module: ModuleType) -> type[AddOn]:
     """Return the class derived from AddOn that a module defines; raise UsageError for a name that AddOn does not know."""
-    own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    kinds = [each for each in own if issubclass(each, AddOn)]
-    if len(kinds) != 1:
-        names = ", ".join(kind.__name__ for kind in kinds)
+    classes = []
+    for value in vars(module).values():
+        is_defined_here = isinstance(value, type) and value.__module__ == module.__name__
+        if is_defined_here and issubclass(value, AddOn):
+            classes.append(value)
+    if len(classes) != 1:
+        names = ", ".join(cls.__name__ for cls in classes)
         raise UsageError(
             f"{module.__name__}: {names} are derived from AddOn: a file has one add-on, so move the others"
         )
-    check_names(kinds[0])
-    return kinds[0]
+    check_names(classes[0])
+    return classes[0]
 
 
 def config_type(names: Iterable[str]) -> type[RunConfig]:
@@ -80,14 +89,17 @@ def config_type(names: Iterable[str]) -> type[RunConfig]:
     names = set(names) - {field.name for field in dataclasses.fields(config_class())}
     if not names:
         return config_class()
-    return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each).keys()))
+    addons = [addon for addon in addons_with_fields() if names & declared_options(addon).keys()]
+    return _extended(tuple(addons))
 
 
 @cache
 def _extended(addons: tuple[type[AddOn], ...]) -> type[RunConfig]:
     if not addons:
         return config_class()
-    fields = [(field.name, field.type, copy(field)) for each in addons for field in dataclasses.fields(each)]
+    fields = []
+    for addon in addons:
+        fields += [(field.name, field.type, copy(field)) for field in dataclasses.fields(addon)]
     # The type is made at run time, so pickle cannot find it by its name.
     namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
     return dataclasses.make_dataclass("RunConfig", fields, bases=(config_class(),), namespace=namespace, frozen=True)
@@ -103,10 +115,14 @@ def missing_addon(name: str, value: Any = None) -> str | None:
 
     configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
-    rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
-    addon = f"addons/{room}/{value}" if room and value in rules.get("enum", ()) else rules.get("x-add-on")
-    _, *rooms, last = addon.split("/") if addon else ("", "")
-    if not addon or last in addon_names("/".join(rooms)):
+    rules = schema.get(name, {})
+    room = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
+    is_named_by_value = room and value in rules.get("enum", ())
+    addon = f"addons/{room}/{value}" if is_named_by_value else rules.get("x-add-on")
+    if not addon:
+        return None
+    room, _, addon_name = addon.removeprefix("addons/").rpartition("/")
+    if addon_name in addon_names(room):
         return None
     return f"{name}: this is of the add-on {addon}, which is not here, or what it needs: restore it, or do not use it"
 
@@ -115,9 +131,12 @@ def used_addons(cfg: RunConfig) -> list[AddOn]:
     """Return the add-ons that the run file uses, each with its fields: one of them is not its default.
 
     config.yaml of a run names all fields, also those that were not given."""
-    values = [{name: getattr(cfg, name) for name in declared_options(kind)} for kind in cfg.addons]
-    addons = [kind(**fields) for kind, fields in zip(cfg.addons, values, strict=True)]
-    return [each for each in addons if each != type(each)()]
+    used = []
+    for cls in cfg.addons:
+        addon = cls(**{name: getattr(cfg, name) for name in declared_options(cls)})
+        if addon != cls():
+            used.append(addon)
+    return used
 
 
 def first_answer(answers: Iterable[Any]) -> Any:
@@ -127,8 +146,11 @@ def first_answer(answers: Iterable[Any]) -> Any:
 
 def fields_of_addons_with(cfg: RunConfig, *methods: Callable[..., Any]) -> dict[str, Any]:
     """Return the fields, with their values unless these are None, of the add-ons that define one of these methods."""
-    fields = [vars(each) for each in used_addons(cfg) if overrides(each, *methods)]
-    return {name: value for values in fields for name, value in values.items() if value is not None}
+    fields: dict[str, Any] = {}
+    for addon in used_addons(cfg):
+        if overrides(addon, *methods):
+            fields |= {name: value for name, value in vars(addon).items() if value is not None}
+    return fields
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

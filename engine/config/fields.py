@@ -69,9 +69,9 @@ def option(help: str, default: Any = None, **rules) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared_options(kind: type) -> dict[str, Option]:
+def declared_options(cls: type) -> dict[str, Option]:
     """Return {field name: Option} for all fields of a dataclass."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(cls)}
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -93,7 +93,8 @@ def _number(value: Any) -> Any:
 def _mapping(value: Any) -> Any:
     """Return text as the mapping that it holds, in YAML or JSON; raise ValueError if it holds none."""
     if isinstance(value, str):
-        text, value = value, yaml.load(value, Loader)  # it also finds a key that is given twice
+        text = value
+        value = yaml.load(text, Loader)  # it also finds a key that is given twice
         with suppress(ValueError):
             value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
     if not isinstance(value, dict):
@@ -144,10 +145,10 @@ class GroupFields(TypedDict, total=False):
 
 
 @cache
-def field_types(kind: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """Return {field name: type} for a dataclass."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _with_rules(type_: Any, rules: Option) -> Any:
@@ -167,29 +168,30 @@ def _with_rules(type_: Any, rules: Option) -> Any:
         values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
         return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
     if type_ in (int, float):
-        bounds = Field(
-            ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below, allow_inf_nan=None if type_ is int else False
-        )
+        allow_inf_nan = None if type_ is int else False
+        bounds = Field(ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below, allow_inf_nan=allow_inf_nan)
         return Annotated[type_, bounds, BeforeValidator(_number)]
     return type_
 
 
 @cache
-def _adapter(kind: type, name: str) -> TypeAdapter:
+def _adapter(cls: type, name: str) -> TypeAdapter:
     """Return pydantic's type of a field of a dataclass, with help, default and rules."""
-    field = next(field for field in dataclasses.fields(kind) if field.name == name)
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
     rules = field.metadata["option"]
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    extra = {"default": default}
-    extra |= {"x-group": rules.group} if rules.group else {}
-    extra |= {"x-rare": True} if rules.is_rare else {}
-    value = _with_rules(field_types(kind)[name], rules)
+    extra: dict[str, Any] = {"default": default}
+    if rules.group:
+        extra["x-group"] = rules.group
+    if rules.is_rare:
+        extra["x-rare"] = True
+    value = _with_rules(field_types(cls)[name], rules)
     return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
 
 
-def json_schema(kind: type) -> dict[str, dict]:
+def json_schema(cls: type) -> dict[str, dict]:
     """Return the JSON schema of each field of a dataclass."""
-    schemas = {name: _adapter(kind, name).json_schema() for name in field_types(kind)}
+    schemas = {name: _adapter(cls, name).json_schema() for name in field_types(cls)}
     for schema in schemas.values():
         if schema.get("type") == "array":  # one value stands for a list with one item
             schema["type"] = ["array", schema["items"]["type"]]
@@ -199,52 +201,53 @@ def json_schema(kind: type) -> dict[str, dict]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def is_from_checkpoint(kind: type, name: str) -> bool:
+def is_from_checkpoint(cls: type, name: str) -> bool:
     """Return whether eval.py takes the field `name` of a dataclass from a checkpoint, which may be anyone's.
 
     A number, a bool or a choice cannot name a file or code; a text, a list or a mapping has to be declared harmless."""
-    rules = declared_options(kind)[name]
+    rules = declared_options(cls)[name]
     if rules.from_checkpoint is not None:
         return rules.from_checkpoint
-    type_ = field_types(kind)[name]
+    type_ = field_types(cls)[name]
     parts = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
     return bool(rules.choices) or all(part in NUMBERS or get_origin(part) is Literal for part in parts)
 
 
-def read_words(kind: type, name: str, words: list[str]) -> Any:
+def read_words(cls: type, name: str, words: list[str]) -> Any:
     """Return the words after a flag as the type of the field `name` of a dataclass. Raise ValueError as read_value."""
-    type_ = field_types(kind)[name]
+    type_ = field_types(cls)[name]
     if not words and bool in (type_, *get_args(type_)):
         return True  # a flag without a value
     if get_origin(type_) is list and words:
-        return read_value(kind, name, words)
+        return read_value(cls, name, words)
     if len(words) != 1:
         words_text = " ".join(words) or "none"
-        raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(kind)[name].help})")
-    return read_value(kind, name, words[0])
+        raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(cls)[name].help})")
+    return read_value(cls, name, words[0])
 
 
-def read_value(kind: type, name: str, value: Any, from_user: bool = True) -> Any:
+def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:
     """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid.
 
     `from_user` is False for a value of a checkpoint."""
     try:
-        return _adapter(kind, name).validate_python(value, context={"from_user": from_user})
+        return _adapter(cls, name).validate_python(value, context={"from_user": from_user})
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-        in_mapping = dict in get_args(field_types(kind)[name])
-        text = "; ".join(_sentence(problem, declared_options(kind)[name], in_mapping) for problem in problems)
+        in_mapping = dict in get_args(field_types(cls)[name])
+        text = "; ".join(_sentence(problem, declared_options(cls)[name], in_mapping) for problem in problems)
     except yaml.YAMLError as error:
         text = one_line(error)
-    raise ValueError(f"{name}: {text} ({declared_options(kind)[name].help})")
+    raise ValueError(f"{name}: {text} ({declared_options(cls)[name].help})")
 
 
 def _sentence(problem: Any, rules: Option, in_mapping: bool) -> str:
     """Return place, value and reason of an error of pydantic, with the nearest name for a choice or a key."""
     place = [str(part) for part in problem["loc"] if in_mapping or isinstance(part, int)]  # no types of a union
-    value, text = problem["input"], problem["msg"]
     if problem["type"] == "extra_forbidden":
-        return ": ".join([*place, f"unknown field{did_you_mean(place[-1], rules.values.__annotations__)}"])
-    return ": ".join([*place, repr(value), text.removeprefix("Value error, ")]) + did_you_mean(
-        str(value), rules.choices
-    )
+        hint = did_you_mean(place[-1], rules.values.__annotations__)
+        return ": ".join([*place, f"unknown field{hint}"])
+    value = problem["input"]
+    reason = problem["msg"].removeprefix("Value error, ")
+    hint = did_you_mean(str(value), rules.choices)
+    return ": ".join([*place, repr(value), f"{reason}{hint}"])

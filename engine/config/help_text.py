@@ -63,7 +63,8 @@ def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
     core = {name: field for name, field in schema["properties"].items() if field}
     tasks = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
     of_task = tasks.get(task, {})
-    hidden = [] if everything else [name for name, field in (core | of_task).items() if field.get("x-rare")]
+    rare = [name for name, field in (core | of_task).items() if field.get("x-rare")]
+    hidden = [] if everything else rare
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config configs/NAME.yaml] [--flag value …]",
@@ -91,18 +92,30 @@ def format_help(schema: dict, task: str, program: str, everything: bool) -> str:
 
 def _placeholder(field: dict[str, Any]) -> str:
     if "anyOf" in field:
-        return "|".join(part.get("const") or _placeholder(part) for part in field["anyOf"] if part["type"] != "null")
-    return f"{_placeholder(field['items'])} …" if "items" in field else PLACEHOLDERS[field["type"]]
+        parts = [part for part in field["anyOf"] if part["type"] != "null"]
+        return "|".join(part.get("const") or _placeholder(part) for part in parts)
+    if "items" in field:
+        return f"{_placeholder(field['items'])} …"
+    return PLACEHOLDERS[field["type"]]
 
 
 def _help(field: dict[str, Any]) -> str:
     """Return the help text with all choices, and with the default unless the text names it already."""
-    text, default = field["description"], field["default"]
-    text += f"; one of {', '.join(map(str, field['enum']))}" if "enum" in field else ""
+    text = field["description"]
+    if "enum" in field:
+        text += f"; one of {', '.join(map(str, field['enum']))}"
     if "(default: " not in text:
-        words = map(str, default) if isinstance(default, list) else [str(default).replace("None", "none")]
-        text += f" (default: {' '.join(words).replace('True', 'true').replace('False', 'false') or 'none'})"
+        text += f" (default: {_default(field['default'])})"
     return text.replace("%", "%%")
+
+
+def _default(value: Any) -> str:
+    """Return a default as it is written in a run file."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 # ---- the JSON schema -------------------------------------------------------------------------------------------------
@@ -115,16 +128,18 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     from engine.config.schema import RunConfig, config_class
 
     properties = json_schema(config_class())
-    own = [name for name in properties if name not in declared_options(RunConfig)]
-    if own:  # they come last
-        properties[own[0]].setdefault("x-group", "your fields")
+    fields_of_copy = [name for name in properties if name not in declared_options(RunConfig)]
+    if fields_of_copy:  # they come last
+        properties[fields_of_copy[0]].setdefault("x-group", "your fields")
     for addon in addons_with_fields():
         path = addon.__module__.replace(".", "/")
         properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon).items()}
     properties["task"]["enum"] = list(tasks)
-    options = {task: json_schema(kind()) for task, kind in tasks.items()}
+    options = {task: json_schema(options_type()) for task, options_type in tasks.items()}
     # A name that only a task has is declared empty here, so that "additionalProperties" accepts it, and in full below.
-    names = {name: {} for fields in options.values() for name in fields}
+    names: dict[str, dict] = {}
+    for fields in options.values():
+        names |= {name: {} for name in fields}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "run file of train.py",

@@ -30,15 +30,15 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
 
     file, _, name = optim.rpartition("/")
     name = normalized(BUILT_IN.get(name, name))
-    files = {normalized(each): each for each in addon_names("optimizers")}
-    own = files.get(normalized(file or name))
+    files = {normalized(stem): stem for stem in addon_names("optimizers")}
+    file_of_name = files.get(normalized(file or name))
     classes = {} if file else _classes(torch.optim)
-    addon = load_addon("optimizers", own) if own else None
+    addon = load_addon("optimizers", file_of_name) if file_of_name else None
     if addon:
         classes |= _classes(addon)
     elif not file and name not in classes:  # one of the files may serve it
-        for each in files.values():
-            module = load_addon("optimizers", each)
+        for stem in files.values():
+            module = load_addon("optimizers", stem)
             served = _classes(module)
             classes |= served
             if name in served:
@@ -65,8 +65,8 @@ def _classes(module: ModuleType) -> "dict[str, type[torch.optim.Optimizer]]":
 
     base = torch.optim.Optimizer
     values = module.classes() if hasattr(module, "classes") else vars(module).values()
-    classes = [each for each in values if isinstance(each, type) and issubclass(each, base)]
-    return {normalized(each.__name__): each for each in classes if each is not base}
+    classes = [value for value in values if isinstance(value, type) and issubclass(value, base)]
+    return {normalized(cls.__name__): cls for cls in classes if cls is not base}
 
 
 def arguments_of_fields(optimizer: type) -> dict[str, str]:
@@ -77,7 +77,9 @@ def arguments_of_fields(optimizer: type) -> dict[str, str]:
         return {}
     if "betas" in inspect.signature(optimizer).parameters:
         return {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
-    return {"momentum": "adam_beta1"} if optimizer.__name__ == "SGD" else {}
+    if optimizer.__name__ == "SGD":
+        return {"momentum": "adam_beta1"}
+    return {}
 
 
 def optimizer_arguments(cfg: RunConfig, optimizer: type, addon: ModuleType | None = None) -> dict[str, Any]:
@@ -87,9 +89,10 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type, addon: ModuleType | Non
     given = cfg.optim_args or {}
     accepted = inspect.signature(optimizer).parameters
     from_fields = arguments_of_fields(optimizer)
+    set_by = FOR_ALL | from_fields
     for name in given:
-        if field := (FOR_ALL | from_fields).get(name):
-            raise UsageError(f"optim_args: {name} is set by {field}: remove it")
+        if name in set_by:
+            raise UsageError(f"optim_args: {name} is set by {set_by[name]}: remove it")
         if name not in accepted:  # some classes take any name, and ignore it
             raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
     read = ADAM_FIELDS if getattr(addon, "reads_adam_fields", False) else from_fields.values()
@@ -99,8 +102,10 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type, addon: ModuleType | Non
     if cfg.weight_decay and "weight_decay" not in accepted:
         raise UsageError(f"weight_decay is {cfg.weight_decay:g}, which {optimizer.__name__} does not read: give 0")
     values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples
-    return {name: values[name] for name in from_fields} | given | lists
+    arguments = {name: values[name] for name in from_fields}
+    for name, value in given.items():
+        arguments[name] = tuple(value) if isinstance(value, list) else value  # betas are tuples
+    return arguments
 
 
 def optimizer_errors(cfg: RunConfig) -> Iterator[str]:

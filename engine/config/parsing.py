@@ -20,8 +20,17 @@ from engine.config.redact import redact_all, url_error
 from engine.config.schema import RunConfig, config_class
 
 SAMPLE = "configs/stdlib_lm.yaml"
-CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
-CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
+CHOOSE_A_RUN = {
+    "config",
+    "task",
+    "model_name_or_path",
+    "model_config",
+    "init_from",
+    "dataset_name",
+    "train_file",
+    "validation_file",
+    "mixture",
+}
 NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
 DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
 HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
@@ -111,43 +120,60 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     options_type = tasks[task]()
     core_type = config_type(given.keys() - field_types(options_type).keys())
     types = field_types(core_type) | field_types(options_type)
-    values, errors = {}, []
-    for name, (source, value) in given.items():
+    values: dict[str, Any] = {}
+    errors = []
+    for name, each in given.items():
         if name not in types:
-            errors.append(f"{source}{_explain_unknown(name, task, tasks, types)}")
-        elif value not in NOTHING or not (type(None) in get_args(types[name]) or name in DATA_FILES):
+            errors.append(f"{each.source}{_explain_unknown(name, task, tasks, types)}")
+        elif not _clears_field(name, each.value, types[name]):
             try:
-                kind = core_type if name in field_types(core_type) else options_type
-                if source == "--":
-                    values[name] = read_words(kind, name, value)
-                else:
-                    values[name] = read_value(kind, name, value, from_user=source != "")
+                values[name] = _read(core_type if name in field_types(core_type) else options_type, name, each)
             except ValueError as error:
-                choice = value[0] if isinstance(value, list) and len(value) == 1 else value
-                errors.append(f"{source}{missing_addon(name, choice) or error}")
+                choice = each.value[0] if isinstance(each.value, list) and len(each.value) == 1 else each.value
+                errors.append(f"{each.source}{missing_addon(name, choice) or error}")
     if errors:
         raise UsageError(list_errors(errors))
-    values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
+    run_name = Path(path).stem if path and not base else task
+    values.setdefault("output_dir", f"runs/{run_name}")
     core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
-    cfg, options = (
-        kind(**{name: values[name] for name in field_types(kind) if name in values})
-        for kind in (core_type, options_type)
-    )
-    for each in used_addons(cfg):
-        cfg = dataclasses.replace(cfg, **each.complete(cfg))
+    cfg = core_type(**{name: values[name] for name in field_types(core_type) if name in values})
+    options = options_type(**{name: values[name] for name in field_types(options_type) if name in values})
+    for addon in used_addons(cfg):
+        cfg = dataclasses.replace(cfg, **addon.complete(cfg))
     return cfg, options
+
+
+def _clears_field(name: str, value: Any, type_: Any) -> bool:
+    """Return whether a value is `none`, of a field that may be None or a list of files."""
+    may_be_none = type(None) in get_args(type_) or name in DATA_FILES
+    return value in NOTHING and may_be_none
+
+
+def _read(cls: type, name: str, given: Given) -> Any:
+    """Return a value as the type of the field `name` of a dataclass; raise ValueError if it is invalid."""
+    if given.source == "--":
+        return read_words(cls, name, given.value)
+    return read_value(cls, name, given.value, from_user=given.source != "")
 
 
 def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:
     """Return the last value for each field; null in YAML means the default. Refuse URLs with a password."""
     given = {name: Given("", value) for name, value in base.items()}
-    given |= {name: Given(f"{path}: ", value) for name, value in (read_yaml(path).items() if path else ())}
-    replaced = set().union(*(TRAINING_DATA.get(name, set()) for name, words in flags.items() if words not in NOTHING))
-    given = {name: one for name, one in given.items() if name not in replaced}
+    if path:
+        given |= {name: Given(f"{path}: ", value) for name, value in read_yaml(path).items()}
+    for name, words in flags.items():
+        if words not in NOTHING:
+            for replaced in TRAINING_DATA.get(name, ()):
+                given.pop(replaced, None)
     given |= {name: Given("--", words) for name, words in flags.items()}
-    if refused := [f"{one.source}{name}: {error}" for name, one in given.items() if (error := url_error(one.value))]:
-        raise UsageError(list_errors(refused))
-    return {name: one for name, one in given.items() if one.value is not None}
+    errors = []
+    for name, each in given.items():
+        error = url_error(each.value)
+        if error:
+            errors.append(f"{each.source}{name}: {error}")
+    if errors:
+        raise UsageError(list_errors(errors))
+    return {name: each for name, each in given.items() if each.value is not None}
 
 
 def _task(given: dict[str, Given], tasks: Tasks) -> str:
@@ -165,7 +191,8 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
             return f"{name}: it belongs to task {other}, but the task of this run is {task}"
-    if sentence := missing_addon(name):
+    sentence = missing_addon(name)
+    if sentence:
         return sentence
     elsewhere = dict(NAMES_ELSEWHERE)
     names = [*names]
@@ -192,9 +219,10 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
             flags[name].append(word)
         else:
             raise UsageError(f"{word!r}: expected a flag: --NAME VALUE, as in --config configs/stdlib_lm.yaml")
-    for name in [name for name, words in flags.items() if name.startswith("no_") and not words]:
-        flags |= {name.removeprefix("no_"): ["false"]}
-        del flags[name]
+    for name, words in list(flags.items()):
+        if name.startswith("no_") and not words:
+            flags[name.removeprefix("no_")] = ["false"]
+            del flags[name]
     paths = flags.pop("config", [""])
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
@@ -222,6 +250,6 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
     for source in sources:
         for name, value in source.items():
             if name in rules and rules[name].is_path is True and value:
-                source[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)
+                source[name] = [locate(each) for each in value] if isinstance(value, list) else locate(value)
     values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -38,8 +38,9 @@ def expand(name: str) -> str:
         return name
     if unset:
         raise ValueError(f"the environment variable {unset[0]} is not set: set it, or write out its value")
-    if differs := DIFFERS_BY_PROCESS.intersection(variables):
-        raise ValueError(f"{differs.pop()} has another value in each process: give a name that all processes share")
+    differing = DIFFERS_BY_PROCESS.intersection(variables)
+    if differing:
+        raise ValueError(f"{differing.pop()} has another value in each process: give a name that all processes share")
     if not is_home:
         raise ValueError("~ stands for no home folder here: write out the folder, or begin with ~/")
     return expanded
@@ -105,8 +106,10 @@ def not_found_locally(name: str) -> str:
 
 def plain_data(value) -> bool:
     """Return True if all data names in `value`, also in lists and dicts, are local paths, Hub ids or URLs of STORES."""
-    if isinstance(value, dict | list):
-        return all(map(plain_data, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return all(plain_data(item) for item in value)
     scheme, separator, _ = str(value).partition("://")
     return "::" not in str(value) and (not separator or scheme.lower() in STORES)
 
@@ -139,13 +142,15 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+
 
 def read_yaml(path: str | Path) -> dict:
     """Return the mapping in a YAML or JSON file. Raise UsageError with the file and, if known, the line."""
-    file, file_format = Path(locate(str(path))), "JSON" if str(path).endswith(".json") else "YAML"
+    file = Path(locate(str(path)))
+    file_format = "JSON" if str(path).endswith(".json") else "YAML"
     try:
         text = file.read_text(encoding="utf-8")
         value = json.loads(text) if file_format == "JSON" else yaml.load(text, Loader)
     except FileNotFoundError:
-        near = did_you_mean(str(path), (f"configs/{each.name}" for each in REPOSITORY.glob("configs/*.yaml")))
-        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{near}") from None
+        run_files = [f"configs/{each.name}" for each in REPOSITORY.glob("configs/*.yaml")]
+        hint = did_you_mean(str(path), run_files)
+        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{hint}") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not readable as {file_format}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

@@ -14,8 +14,11 @@ _QUERY = re.compile(r"(:/[^\s?]*)\?\S*[^\s.,:;'\")\]}>]")  # pathlib writes http
 
 def url_error(value: Any) -> str | None:
     """Return why the URLs of a value from the user (a string, or dicts and lists of strings) are refused, or None."""
-    if isinstance(value, dict | list):
-        return next(filter(None, map(url_error, value.values() if isinstance(value, dict) else value)), None)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        errors = (url_error(item) for item in value)
+        return next((error for error in errors if error), None)
     if not isinstance(value, str) or "://" not in value:
         return None
     if _LOGIN.search(value):
@@ -39,6 +42,8 @@ def redact_all(value: Any) -> Any:
 
 def was_redacted(value: Any) -> bool:
     """Return True if a value, read from a saved file, contains a redacted URL."""
-    if isinstance(value, dict | list):
-        return any(map(was_redacted, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(was_redacted(item) for item in value)
     return isinstance(value, str) and "://" in value and "?***" in value

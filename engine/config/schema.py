@@ -16,9 +16,18 @@ from engine.config.errors import UsageError
 from engine.config.fields import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
-SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
-SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-SCHEDULES += tuple(sorted(path.stem for path in (REPOSITORY / "addons" / "schedules").glob("[a-z]*.py")))
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+    *sorted(path.stem for path in (REPOSITORY / "addons" / "schedules").glob("[a-z]*.py")),
+)
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 changeable = partial(option, may_change_on_resume=True)  # the numbers do not depend on the field
@@ -285,20 +294,22 @@ def config_class() -> type[RunConfig]:
     file = "src/fields.py"
     if not (REPOSITORY / file).exists():
         return RunConfig
-    own = getattr(import_module("src.fields"), "RunConfig", None)
-    if not (isinstance(own, type) and issubclass(own, RunConfig)):
+    cls = getattr(import_module("src.fields"), "RunConfig", None)
+    if not (isinstance(cls, type) and issubclass(cls, RunConfig)):
         raise UsageError(f"{file}: it has no class RunConfig(schema.RunConfig): restore it, or remove the file")
-    declared = {field.name for field in dataclasses.fields(own) if "option" in field.metadata}
-    for name in inspect.get_annotations(own):
+    declared = {field.name for field in dataclasses.fields(cls) if "option" in field.metadata}
+    for name in inspect.get_annotations(cls):
         if name not in declared:
             raise UsageError(f"{file}: {name} has no option: write it as {name}: TYPE = option(HELP, DEFAULT)")
-    return own
+    return cls
 
 
-def changeable_fields(*kinds: type) -> set[str]:
+def changeable_fields(*classes: type) -> set[str]:
     """Return the names of the fields of these dataclasses that a resumed run may change."""
-    declared = [declared_options(kind) for kind in kinds]
-    return {name for rules in declared for name, rule in rules.items() if rule.may_change_on_resume}
+    names = set()
+    for cls in classes:
+        names |= {name for name, rules in declared_options(cls).items() if rules.may_change_on_resume}
+    return names
 
 
 def best_by(cfg: RunConfig) -> tuple[str, bool]:
@@ -306,4 +317,6 @@ def best_by(cfg: RunConfig) -> tuple[str, bool]:
 
     As in transformers, greater is better unless the name ends in "loss". A prefix `eval_` is removed."""
     name = (cfg.metric_for_best_model or "loss").removeprefix("eval_")
-    return name, not name.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better
+    if cfg.greater_is_better is not None:
+        return name, cfg.greater_is_better
+    return name, not name.endswith("loss")

@@ -21,9 +21,10 @@ from engine.config.schema import RunConfig, best_by
 HUB_FIELDS = ("dataset_config_name", "dataset_revision", "dataset_split")  # only with dataset_name
 TRY = "(try --config configs/stdlib_lm.yaml)"
 # Words of the names of metrics.
-LOWER_IS_BETTER = {"loss", "losses", "error", "errors", "nll", "entropy", "perplexity", "ppl", "bits", "bpb", "bpc"}
-LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "eer", "mse", "rmse", "mae", "mape", "smape", "mase"}
-LOWER_IS_BETTER |= {"brier", "distance", "divergence", "deviation", "ece", "fid"}
+LOWER_IS_BETTER = """
+    loss losses error errors nll entropy perplexity ppl bits bpb bpc wer cer ter mer wil eer
+    mse rmse mae mape smape mase brier distance divergence deviation ece fid
+"""
 
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
@@ -32,17 +33,18 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     errors += training_errors(cfg, options) if training else evaluation_errors(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
-    for each in used_addons(cfg):
-        errors += each.errors(cfg, training)
-    errors += [
-        f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
-        for name, value in (vars(cfg) | vars(options)).items()
-        if was_redacted(value)
-    ]
+    for addon in used_addons(cfg):
+        errors += addon.errors(cfg, training)
+    for name, value in (vars(cfg) | vars(options)).items():
+        if was_redacted(value):
+            errors.append(
+                f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
+            )
     if errors:
         raise UsageError(list_errors(errors))
-    for text in ignored_requests(cfg) if training else ():
-        warn(text)
+    if training:
+        for text in ignored_requests(cfg):
+            warn(text)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -117,7 +119,8 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
         )
     elif size > cfg.global_batch_size:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
-    if (steps := cfg.profile_steps) and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+    steps = cfg.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"
     name, greater = best_by(cfg)
     if cfg.greater_is_better is None and greater and sounds_lower_is_better(name):
@@ -130,8 +133,9 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
 
 def sounds_lower_is_better(name: str) -> bool:
     """Return whether a word in the name of a metric says that a lower value is better (of SOURCE/NAME: in NAME)."""
+    known_words = LOWER_IS_BETTER.split()
     words = re.split(r"[^a-z]+", name.split("/")[-1].lower())
-    return any(word in LOWER_IS_BETTER or word.endswith("error") for word in words)
+    return any(word in known_words or word.endswith("error") for word in words)
 
 
 def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
@@ -142,13 +146,9 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
     # True: rows of the training data are evaluated.
-    uses_training_data = any(overrides(each, AddOn.find_sources) for each in used_addons(cfg))
-    if (
-        not cfg.dataset_name
-        and not cfg.validation_file
-        and not cfg.mixture
-        and not (cfg.train_file and uses_training_data)
-    ):
+    uses_training_data = any(overrides(addon, AddOn.find_sources) for addon in used_addons(cfg))
+    has_data = cfg.dataset_name or cfg.validation_file or cfg.mixture
+    if not has_data and not (cfg.train_file and uses_training_data):
         yield f"no data: give --validation_file or --dataset_name {TRY}"
     if cfg.dataset_split and not uses_training_data:
         yield f"dataset_split is {cfg.dataset_split}, the split to train on: remove it, to evaluate the split validation"
@@ -172,12 +172,12 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
             "early_stopping_patience without metric_for_best_model ends the run by its loss, and final/ is the last step, not "
             "the best one: give --metric_for_best_model loss to keep the best one"
         )
-    named = [name for name, source in (cfg.mixture or {}).items() if source.get("dataset_name")]
-    if cfg.validation_file and named:
+    of_hub = [name for name, source in (cfg.mixture or {}).items() if source.get("dataset_name")]
+    if cfg.validation_file and of_hub:
         yield (
-            f"validation_file is evaluated, not a validation split of {', '.join(named)}: to evaluate the sources of the "
+            f"validation_file is evaluated, not a validation split of {', '.join(of_hub)}: to evaluate the sources of the "
             "mixture, give --validation_file none"
         )
-    uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
-    if cfg.greater_is_better is not None and not uses:
+    compares_evaluations = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
+    if cfg.greater_is_better is not None and not compares_evaluations:
         yield "greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"

@@ -42,11 +42,11 @@ def flops_per_token(model: nn.Module, row_length: float) -> float:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(config, "num_hidden_layers", 0)
     hidden_size = getattr(config, "hidden_size", 0)
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    lookup_tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     of_weights = 0
     for parameter in model.parameters():
-        is_only_lookup = id(parameter) in embeddings and id(parameter) not in heads
+        is_only_lookup = id(parameter) in lookup_tables and id(parameter) not in linear_weights
         if parameter.dim() > 1 and not is_only_lookup:
             of_weights += (6 if parameter.requires_grad else 4) * parameter.numel()
     # The products of attention have no weights: 4 forward, 8 backward, also under LoRA.
