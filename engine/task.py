@@ -45,7 +45,8 @@ class Task:
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
 
     def __init__(self, cfg: Any, options: Any):
-        self.cfg, self.options = cfg, options  # RunConfig of src/fields.py, Options of the task
+        self.cfg = cfg  # RunConfig of src/fields.py
+        self.options = options  # Options of the task
 
     def load(self) -> None:
         """Read what rows and model need (tokenizer, configuration). Raise UsageError if it does not fit together."""

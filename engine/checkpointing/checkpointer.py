@@ -247,7 +247,8 @@ class Checkpointer:
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
         """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""
-        run, writer = self.run, self.writer
+        run = self.run
+        writer = self.writer
         with writer.temporary_folder(final) as temporary:
             if best is None:
                 model_folder.write_model(run.model, temporary, tensors, writer.rank, writer.world)

@@ -137,9 +137,11 @@ def split_into_micro_batches(
         parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
         return [(part, len(part)) for part in parts]
     by_row = np.asarray(lengths[ids]).astype(np.int64)
-    by_row = by_row if max_length is None else np.minimum(by_row, max_length)
+    if max_length is not None:
+        by_row = np.minimum(by_row, max_length)
     order = np.argsort(-by_row, kind="stable")
-    ids, by_row = ids[order], by_row[order]
+    ids = ids[order]
+    by_row = by_row[order]
     bounds = split_by_tokens(by_row, max_tokens) if max_tokens else [*range(0, len(ids), micro_batch), len(ids)]
     return [(ids[a:b], int(by_row[a]) * (b - a)) for a, b in pairwise(bounds)]
 
@@ -199,7 +201,8 @@ def evaluation_order(
     """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
 
     By default, a block is 64 micro-batches. No micro-batch has rows of two blocks."""
-    index, block = 0, block or 64 * micro_batch
+    block = block or 64 * micro_batch
+    index = 0
     for start in range(0, num_examples, block):
         ids = np.arange(start, min(start + block, num_examples))
         for part, cost in split_into_micro_batches(ids, micro_batch, lengths):

@@ -150,8 +150,8 @@ def cast_table(table: pa.Table, features: "Features") -> pa.Table:
         elif pa.types.is_integer(field.type) and features.arrow_schema.field(field.name).type == pa.float64():
             # pandas makes floats of integers where a file lacks some; a checked cast refuses those over 2**53
             table = table.set_column(i, field.name, column.cast(pa.float64(), safe=False))
-        elif (kind := plain_type(field.type)) != field.type:
-            table = table.set_column(i, field.name, column.cast(kind))
+        elif plain_type(field.type) != field.type:
+            table = table.set_column(i, field.name, column.cast(plain_type(field.type)))
     return table_cast(table, features.arrow_schema)
 
 

@@ -72,7 +72,8 @@ class LengthById:
     """The lengths of computed rows, indexed like an array."""
 
     def __init__(self, rows: ComputedRows, count: int):
-        self.rows, self.count = rows, count
+        self.rows = rows
+        self.count = count
 
     def __getitem__(self, ids: Any) -> np.ndarray:
         chosen = np.arange(self.count)[ids] if isinstance(ids, slice) else np.asarray(ids)
@@ -118,8 +119,12 @@ class ComputedSplit(Split):
         return rows
 
     def values(self, column: str) -> np.ndarray:
-        blocks = (np.arange(i, min(i + AT_ONCE, len(self))) for i in range(0, len(self), AT_ONCE))
-        return np.concatenate([np.ravel(row[column]) for ids in blocks for row in self.rows(ids)])
+        """Return the numbers in a column of all rows; those of a list one after the other."""
+        values = []
+        for start in range(0, len(self), AT_ONCE):
+            ids = np.arange(start, min(start + AT_ONCE, len(self)))
+            values += [np.ravel(row[column]) for row in self.rows(ids)]
+        return np.concatenate(values)
 
 
 def file_of(rows: type[ComputedRows]) -> Path:
@@ -153,8 +158,10 @@ def open_computed_rows(source: "Source") -> ComputedSplit | None:
     name = (source.dataset_split if source.split == "train" else None) or source.split
     file = file_of(source.computed)
     with errors_in(file, "__init__()"):
-        computed, again = source.computed(name), source.computed(name)
-    computed.split = again.split = name  # an __init__ of the user may not call that of the base class
+        computed = source.computed(name)
+        again = source.computed(name)
+    computed.split = name  # an __init__ of the user may not call that of the base class
+    again.split = name
     count = _count(computed, file)
     if _count(again, file) != count:
         raise UsageError(f"{file}: count() returns {count} for {name}, and another number the second time")
@@ -162,10 +169,15 @@ def open_computed_rows(source: "Source") -> ComputedSplit | None:
         return None
     with errors_in(file, "lengths()"):
         lengths = [LengthById(computed, count)[i : i + AT_ONCE] for i in range(0, count, AT_ONCE)]
-    tokens = sum(int(part.sum()) for part in lengths)
-    stats: dict[str, Any] = dict.fromkeys(SUMS, 0) | {"examples": count, "source_rows": count, "tokens": tokens}
-    longest = max(int(part.max()) for part in lengths)
-    stats |= {"longest": longest, "splits": [source.split], "rows": content_key(computed, count, lengths)}
+    stats: dict[str, Any] = dict.fromkeys(SUMS, 0)
+    stats |= {
+        "examples": count,
+        "source_rows": count,
+        "tokens": sum(int(block.sum()) for block in lengths),
+        "longest": max(int(block.max()) for block in lengths),
+        "splits": [source.split],
+        "rows": content_key(computed, count, lengths),
+    }
     split = ComputedSplit(computed, file, stats)
     _check_rows(split, ComputedSplit(again, file, stats))
     return split
@@ -181,11 +193,11 @@ def _count(computed: ComputedRows, file: Path) -> int:
 
 def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -> str:
     """Return a hash of what decides the rows: code of the file and of its base classes, split, count, `depends_on`."""
-    classes = [kind for kind in type(computed).__mro__ if kind not in (ComputedRows, object)]
-    code = code_hash([*shared_sample_files(), *{Path(inspect.getfile(kind)) for kind in classes}])
+    classes = [cls for cls in type(computed).__mro__ if cls not in (ComputedRows, object)]
+    code = code_hash([*shared_sample_files(), *{Path(inspect.getfile(cls)) for cls in classes}])
     of_lengths = xxhash.xxh3_128()
-    for part in lengths:
-        of_lengths.update(part.tobytes())
+    for block in lengths:
+        of_lengths.update(block.tobytes())
     depends = depends_on(inspect.getmodule(type(computed)))
     parts = (code, computed.split, count, of_lengths.hexdigest(), depends)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -193,7 +205,8 @@ def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -
 
 def _check_rows(split: ComputedSplit, again: ComputedSplit) -> None:
     """Raise UsageError unless the first rows and the last one are the same together, and alone from `again`."""
-    file, name = split.folder, split.computed.split
+    file = split.folder
+    name = split.computed.split
     ids = np.unique([*range(min(len(split), CHECKED)), len(split) - 1])
     with errors_in(file, "rows()"):
         together = split.rows(ids)
@@ -217,5 +230,6 @@ def _check_rows(split: ComputedSplit, again: ComputedSplit) -> None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    one, other = np.asarray(one), np.asarray(other)
+    one = np.asarray(one)
+    other = np.asarray(other)
     return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")

@@ -14,7 +14,9 @@ import pyarrow.compute as pc
 
 from engine.config.errors import UsageError, one_line
 
-ROWS, CHARACTERS = 200_000, 16 << 20  # at most in a table; those of the first one decide the types of the columns
+# At most in a table. The first one decides the types of the columns.
+ROWS = 200_000
+CHARACTERS = 16 << 20
 LONGEST_CELL = 1 << 30  # characters
 TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_())  # of columns
 BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # a cast would also take 1, a number
@@ -81,7 +83,8 @@ def _read_cells(binary: BinaryIO, file: str, delimiter: str) -> Iterator[dict[st
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(filter(None, reader), [])  # without blank lines
-            if repeated := {name for name in names if names.count(name) > 1}:
+            repeated = {name for name in names if names.count(name) > 1}
+            if repeated:
                 raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
             for rows in _blocks(reader, len(names)):
                 cells = {name: pa.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
@@ -105,7 +108,8 @@ def _table(cells: dict[str, pa.Array], types: dict[str, pa.DataType], file: str)
 
 def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str]]]:
     """Yield the rows, without blank lines, in lists that memory can hold: documents may be long."""
-    rows, size = [], 0
+    rows = []
+    size = 0
     for row in filter(None, reader):
         if len(row) != columns:
             raise csv.Error(f"expected {columns} columns, got {len(row)}")
@@ -113,7 +117,8 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
         size += sum(map(len, row)) + columns
         if len(rows) == ROWS or size >= CHARACTERS:
             yield rows
-            rows, size = [], 0
+            rows = []
+            size = 0
     if rows:
         yield rows
 

@@ -36,7 +36,8 @@ def train_batches(
     The examples of a step depend only on seed and step, so starting at any step is O(1). Training data of an add-on with
     a method `step_batches` has no plan, and never ends."""
     pin_memory = backend.accelerator.device.type == "cuda"
-    if step_batches := getattr(train_set, "step_batches", None):
+    step_batches = getattr(train_set, "step_batches", None)
+    if step_batches is not None:
         return step_batches(backend, state, pin_memory)
     plan = plan_config(cfg, task, train_set)
     order = training_order(plan, backend.data_rank, backend.data_world_size, state.step, num_steps)
@@ -99,7 +100,9 @@ class BatchReader(torch.utils.data.Dataset):
     """Dataset that reads and collates the rows of a micro-batch."""
 
     def __init__(self, split, task: Task, training: bool):
-        self.split, self.task, self.training = split, task, training
+        self.split = split
+        self.task = task
+        self.training = training
 
     def __getitem__(self, micro: MicroBatch) -> Item:
         return collate(self.task, micro, self.split.rows(micro.ids), self.training)
@@ -109,7 +112,8 @@ def read_batches(
     split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool, training: bool = True
 ) -> Iterator[Item]:
     """Yield the batches of `order`, in order, for training or evaluation; dataloader workers read ahead."""
-    reader, workers = BatchReader(split, task, training), cfg.dataloader_num_workers
+    reader = BatchReader(split, task, training)
+    workers = cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
         return read_ahead(reader, order)
     return open_loader(reader, cfg, workers, pin_memory, order)

@@ -109,7 +109,8 @@ def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixtur
     if split != "train":
         return Mixture(parts, training=False)
     by_source = cfg.mixture or {}
-    if missing := sorted(by_source.keys() - parts.keys()):
+    missing = sorted(by_source.keys() - parts.keys())
+    if missing:
         raise UsageError(f"mixture: {missing[0]}: no train data: give train_file, or a dataset with a train split")
     weights = [fields.get("weight") for fields in by_source.values()]
     return Mixture(parts, None if None in weights else weights)
@@ -131,13 +132,15 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
             f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: "
             f"raise it to at least {longest:,}, or lower --max_length"
         )
-    names = ["metric_for_best_model", "early_stopping_patience", *["lr_scheduler_type"] * follows_evaluations(cfg)]
-    needed = {name: value for name in names if (value := getattr(cfg, name))}
-    if needed and "validation" not in splits:
-        name, value = next(iter(needed.items()))
-        raise UsageError(
-            f"{name} is {value}, but there is no evaluation data: give --validation_file, or remove {name}"
-        )
+    names = ["metric_for_best_model", "early_stopping_patience"]
+    if follows_evaluations(cfg):
+        names.append("lr_scheduler_type")
+    for name in names:
+        value = getattr(cfg, name)
+        if value and "validation" not in splits:
+            raise UsageError(
+                f"{name} is {value}, but there is no evaluation data: give --validation_file, or remove {name}"
+            )
 
 
 def _give_features(task: Task, computed: ComputedSplit) -> None:

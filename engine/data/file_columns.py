@@ -82,7 +82,8 @@ def _types_by_row(builder: str | None, file: str, column: str) -> Iterator[tuple
     """Yield (place in the file, type) of the values of a column; for Parquet and Arrow, in which rows have one type,
     that of the first row."""
     if builder in ("parquet", "arrow"):
-        if feature := features_of_file(builder, file).get(column):
+        feature = features_of_file(builder, file).get(column)
+        if feature:
             yield "row 0", str(feature)
     elif file.endswith((".json", ".jsonl")):
         for place, row in json_reader.rows_of_file(file):

@@ -118,7 +118,10 @@ class Chunk:
             return Features({field.name: _feature_of_type(field.type) for field in table.schema})
         rows = [row for _, row in self.rows()]
         names = dict.fromkeys(chain.from_iterable(rows))
-        return Features({name: _feature([row.get(name) for row in rows]) for name in names})
+        features = {}
+        for name in names:
+            features[name] = _feature([row.get(name) for row in rows])
+        return Features(features)
 
     def table(self, features: "Features", casts: bool) -> pa.Table:
         """Return the columns that `features` names, in its types. Raise UsageError for the first row of another type.
@@ -149,7 +152,9 @@ class Chunk:
 
         Raise UsageError for a row that is no JSON object, or has a key twice."""
         text = self._text()
-        line, position, end = self.first_line, 0, 0
+        line = self.first_line
+        position = 0
+        end = 0
         while (start := _skip_whitespace(text, end)) < len(text):
             line += text.count("\n", position, start)
             position = start

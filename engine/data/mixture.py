@@ -35,7 +35,9 @@ class Mixture:
         """Return the statistics of one epoch: a sum over sources, each weighted by its draws per row."""
         stats = [part.stats for part in self.parts.values()]
         shares = [draws / rows for rows, draws in self.quotas] if self.quotas else [1.0] * len(stats)
-        total = {name: round(sum(s[name] * share for s, share in zip(stats, shares, strict=True))) for name in SUMS}
+        total = {}
+        for name in SUMS:
+            total[name] = round(sum(s[name] * share for s, share in zip(stats, shares, strict=True)))
         content = [(name, s["rows"]) for name, s in zip(self.parts, stats, strict=True)]
         return total | {
             "examples": len(self),
@@ -72,7 +74,9 @@ class NumbersByRow:
     """A number for each row of a mixture, indexed by an array of row ids."""
 
     def __init__(self, parts: dict, array_of: Callable, dtype: type):
-        self.parts, self.array_of, self.dtype = list(parts.values()), array_of, dtype
+        self.parts = list(parts.values())
+        self.array_of = array_of
+        self.dtype = dtype
         self.starts = np.cumsum([0, *map(len, self.parts)])
 
     def by_part(self, ids: np.ndarray) -> Iterator[tuple]:

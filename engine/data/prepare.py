@@ -128,7 +128,8 @@ def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> No
 
 def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
     """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
-    source, count = raw.source, len(raw.rows)
+    source = raw.source
+    count = len(raw.rows)
     refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
     try:
         columns, features = task.inspect_columns(raw.rows, source.split)
@@ -182,9 +183,13 @@ def _reason_for_no_targets(stats: dict[str, Any]) -> str:
 
 def block_ranges(rows: int, size: int) -> list[range]:
     """Return the blocks of `rows` rows of `size` bytes, which are encoded together. They depend on nothing else."""
-    parts, step = max(1, min(rows, -(-size // BLOCK))), max(1, min(BLOCK_ROWS, BLOCK * rows // max(1, size)))
-    bounds = pairwise(rows * i // parts for i in range(parts + 1))
-    return [range(first, min(first + step, stop)) for start, stop in bounds for first in range(start, stop, step)]
+    parts = max(1, min(rows, -(-size // BLOCK)))
+    step = max(1, min(BLOCK_ROWS, BLOCK * rows // max(1, size)))
+    bounds = [rows * i // parts for i in range(parts + 1)]
+    blocks = []
+    for start, stop in pairwise(bounds):
+        blocks += [range(first, min(first + step, stop)) for first in range(start, stop, step)]
+    return blocks
 
 
 def _encode_block(task: Task, raw: "RawRows", schema: pa.Schema, ids: range) -> tuple[pa.RecordBatch, dict, tuple]:

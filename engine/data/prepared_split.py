@@ -36,7 +36,8 @@ def _reader(column: pa.Array) -> Callable[[int], object]:
     if pa.types.is_fixed_size_list(column.type) and _is_number(column.type.value_type) and not column.null_count:
         return column.flatten().to_numpy().reshape(-1, column.type.list_size).__getitem__
     if _is_list(column.type) and _is_number(column.type.value_type):
-        offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+        offsets = column.offsets.to_numpy()
+        values = column.values.to_numpy()
         return lambda i: values[offsets[i] : offsets[i + 1]]
     if _is_number(column.type) and not column.null_count:
         return column.to_numpy().__getitem__
@@ -48,12 +49,12 @@ def _reader(column: pa.Array) -> Callable[[int], object]:
     return lambda i: column[i].as_py()
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+def _is_number(type_: pa.DataType) -> bool:
+    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+def _is_list(type_: pa.DataType) -> bool:
+    return pa.types.is_list(type_) or pa.types.is_large_list(type_)
 
 
 def keep_encoded(rows: "Dataset") -> "Dataset":
@@ -66,7 +67,8 @@ def keep_encoded(rows: "Dataset") -> "Dataset":
 
 # ---- a split -----------------------------------------------------------------------------------------------------------
 
-ROWS, STATS = "rows.arrow", "facts.json"
+ROWS = "rows.arrow"
+STATS = "facts.json"
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target", "examples")  # in STATS
 # Files with a number for each row: tokens; a hash of the content (of each document, if packed); for each raw row
 # whether it belongs to the split.
@@ -132,8 +134,10 @@ class Split:
 
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows with the given ids, in the order of `ids`; see `column_readers` for the types of values."""
-        blocks, rows = np.searchsorted(self._starts, ids, side="right") - 1, []
-        for block, i in zip(blocks.tolist(), (ids - self._starts[blocks]).tolist(), strict=True):
+        blocks = np.searchsorted(self._starts, ids, side="right") - 1
+        rows_in_block = ids - self._starts[blocks]
+        rows = []
+        for block, i in zip(blocks.tolist(), rows_in_block.tolist(), strict=True):
             if block not in self._columns:
                 self._columns[block] = column_readers(self._file.get_batch(block))
             rows.append({name: read(i) for name, read in self._columns[block]})
@@ -142,7 +146,9 @@ class Split:
     def values(self, column: str) -> np.ndarray:
         """Return the numbers in a column of all rows; those of a list one after the other."""
         values = self._file.read_all()[column]
-        return (pc.list_flatten(values) if pa.types.is_nested(values.type) else values).to_numpy()
+        if pa.types.is_nested(values.type):
+            values = pc.list_flatten(values)
+        return values.to_numpy()
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -160,8 +166,10 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
 
 def task_stats(task) -> dict:
     """Return label names and a hash of the tokenizer, which a checkpoint records."""
-    stats, tokenizer = {}, getattr(task, "tokenizer", None)
-    if labels := getattr(task, "labels", None):
+    stats = {}
+    labels = getattr(task, "labels", None)
+    tokenizer = getattr(task, "tokenizer", None)
+    if labels:
         stats["labels"] = list(labels)
     if tokenizer is not None:
         special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
@@ -173,7 +181,10 @@ def task_stats(task) -> dict:
 def data_notes(splits: dict) -> list[str]:
     """Return notes on truncated rows, rows without a target, and validation rows that are also in the training data."""
     notes = []
-    for name, stats in [(name, split.stats) for name, split in splits.items() if split.stats["examples"] is not None]:
+    for name, split in splits.items():
+        stats = split.stats
+        if stats["examples"] is None:  # a stream
+            continue
         if stats["rows_cut"]:
             share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
             text = (
@@ -193,10 +204,11 @@ def repeated(splits: dict) -> tuple[int, int]:
     """Return (validation examples that are also in the training data, validation examples checked)."""
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():  # a stream has none
         return 0, 0
-    train, validation = (
-        [part.array("hashes")[:MANY] for _, _, part in splits[name].segments()] for name in ("train", "validation")
-    )
+    validation = [part.array("hashes")[:MANY] for _, _, part in splits["validation"].segments()]
     checked = np.concatenate(validation)[: MANY // 50]
-    wanted = pa.array(checked)
-    found = [np.unique(part[pc.is_in(pa.array(part), wanted).to_numpy(zero_copy_only=False)]) for part in train]
-    return int(np.isin(checked, np.concatenate(found)).sum()), len(checked)
+    in_training = []
+    for _, _, part in splits["train"].segments():
+        hashes = part.array("hashes")[:MANY]
+        is_checked = pc.is_in(pa.array(hashes), pa.array(checked)).to_numpy(zero_copy_only=False)
+        in_training.append(np.unique(hashes[is_checked]))
+    return int(np.isin(checked, np.concatenate(in_training)).sum()), len(checked)

@@ -41,7 +41,8 @@ class RawRows:
 
     def describe_row(self, row: int) -> str:
         """Return the file and line of a row (its number in the file, from 0, if lines are not rows)."""
-        name, number = str(self.source.name), row
+        name = str(self.source.name)
+        number = row
         for file, count in self.files:
             if number < count:
                 name = f"{self.source.display_names([file])}, {line_of(file, number)}"
@@ -90,7 +91,8 @@ def _convert_file(source: Source, folder: str | None, features: "Features | None
     """Convert a file to Arrow files in the cache of `datasets`, and return their names."""
     from engine.data.builders import load_builder
 
-    options, split = _options(source, folder, [file]) | {"features": features}, source.rows_of
+    options = _options(source, folder, [file]) | {"features": features}
+    split = source.rows_of
     with _read_errors(source, [file]):
         name = glob.escape(file)  # `datasets` would take a[1].csv for the pattern of a1.csv
         builder = load_builder(str(source.builder), data_files={split: [name]}, **options)
@@ -110,8 +112,12 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     if source.saved_to_disk:
         loaded = datasets.load_from_disk(source.name)
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-        named_files(source, {name: [part["filename"] for part in rows.cache_files] for name, rows in splits.items()})
-        if (rows := splits.get(source.choose_split(splits))) is None:
+        files_of_split = {}
+        for name, rows in splits.items():
+            files_of_split[name] = [part["filename"] for part in rows.cache_files]
+        named_files(source, files_of_split)
+        rows = splits.get(source.choose_split(splits))
+        if rows is None:
             return None
         rows.data.validate(full=True)  # wrong offsets in a file would show other memory, or end the process
         return RawRows(source, rows, splits=tuple(splits))
@@ -119,7 +125,8 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     builder = load_builder(str(source.name), source.config_name, revision=source.revision, **options)
     data_files = builder.config.data_files or {}
     names = [str(name) for name in builder.info.splits or data_files]
-    if not (split := source.choose_split(names)):
+    split = source.choose_split(names)
+    if not split:
         return None
     named_files(source, data_files)
     rows = source.load_split(builder, split, folder)
@@ -166,10 +173,13 @@ def _root_cause(error: BaseException) -> BaseException:
 
 def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
     """Return the message for `files` (of a folder: all) that `datasets` could not read: file, line if known, reason."""
-    cause, files = _root_cause(error), files or source.files
-    what = f"{source.field}: {source.display_names(files) or source.name} could not be read, or has no rows"
-    text = f"{what}: {one_line(cause, 400)}"
-    text = str(cause) if isinstance(cause, UsageError) else text
+    cause = _root_cause(error)
+    files = files or source.files
+    if isinstance(cause, UsageError):
+        text = str(cause)
+    else:
+        name = source.display_names(files) or source.name
+        text = f"{source.field}: {name} could not be read, or has no rows: {one_line(cause, 400)}"
     for file in files:
         text = text.replace(file, source.display_names([file]))
     return text

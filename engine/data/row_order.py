@@ -22,11 +22,13 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is a bijection for any round function.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    mask = np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
     keys = np.array([derive_seed("order", seed, epoch, r) for r in range(ROUNDS)], np.uint64)
 
     def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> shift, x & mask
+        left = x >> shift
+        right = x & mask
         for key in keys:
             left, right = right, left ^ (splitmix64(right + key) & mask)
         return (left << shift) | right

@@ -62,17 +62,23 @@ class Source:
         """Return the one of `names` to read, or None. For validation use "test" if "validation" is missing.
 
         Raise UsageError if `dataset_split` is no split of the dataset, or the one that is evaluated."""
-        names, given, training = [str(name) for name in names], self.dataset_split, self.rows_of == "train"
-        wanted = (given or "train",) if training else ("validation", "test")
+        names = [str(name) for name in names]
+        given = self.dataset_split
+        is_training = self.rows_of == "train"
+        wanted = (given or "train",) if is_training else ("validation", "test")
         split = next((name for name in wanted if name in names), None)
-        if given and (split is None if training else split == given):
-            what, there = f"{self.field.removesuffix('dataset_name')}dataset_split is {given}", ", ".join(names)
-            raise UsageError(f"{what}: give a split of {self.name} that is not its evaluation data: {there}")
+        is_wrong = split is None if is_training else split == given
+        if given and is_wrong:
+            where = self.field.removesuffix("dataset_name")
+            raise UsageError(
+                f"{where}dataset_split is {given}: give a split of {self.name} that is not its evaluation data: "
+                f"{', '.join(names)}"
+            )
         return split
 
     @property
     def saved_to_disk(self) -> bool:
-        """Whether this is a folder that `save_to_disk` wrote."""
+        """True for a folder that `save_to_disk` wrote."""
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
 
@@ -84,9 +90,11 @@ class Source:
         """Return [path, size, timestamps] of local files, [size, hash] of downloaded ones, [URL] of others."""
         keys = []
         for file in files:
-            status = None if "://" in file else os.stat(file)
-            local = [file, status.st_size, status.st_mtime_ns, status.st_ctime_ns] if status else [file]
-            keys.append(http_files.content_key(file) or local)
+            key = [file]
+            if "://" not in file:
+                status = os.stat(file)
+                key += [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            keys.append(http_files.content_key(file) or key)
         return keys
 
     # ---- what a class of an add-on may replace -----------------------------------------------------------------------
@@ -113,10 +121,11 @@ class Source:
 def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
     """Return each source that the run file names for a split, by its name in the mixture ("" without a mixture)."""
     if cfg.mixture and not (split == "validation" and cfg.validation_file):
-        named = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
+        sources = {}
+        for name, fields in cfg.mixture.items():
+            sources[name] = find_source(fields, split, f"mixture: {name}: ", cache_root(cfg))
     else:
-        named = [("", vars(cfg), "")]
-    sources = {name: find_source(fields, split, where, cache_root(cfg)) for name, fields, where in named}
+        sources = {"": find_source(vars(cfg), split, "", cache_root(cfg))}
     return {name: source for name, source in sources.items() if source}
 
 
@@ -124,20 +133,21 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     """Return the source that these fields name for a split, without downloading it; None if they name none.
 
     `where` stands before a field in messages. Raise UsageError if local files are missing."""
-    if patterns := fields.get(f"{split}_file"):
-        field = f"{where}{split}_file"
-        source = Source(field, split, tuple(file for p in patterns for file in _expand(p, field)))
-        suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in source.files}
-        if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
-            tar = "; of .tar shards give the folder as --dataset_name" if ".tar" in suffixes else ""
-            raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)}){tar}")
-        return replace(source, builder=BUILDERS[suffixes.pop()])
+    if fields.get(f"{split}_file"):
+        return _source_of_files(fields[f"{split}_file"], split, f"{where}{split}_file")
     if not fields.get("dataset_name") or fields.get("train_file"):
         return None
-    name, trained = str(fields["dataset_name"]), fields.get("dataset_split")
-    source = Source(f"{where}dataset_name", split, (), None, name, fields.get("dataset_config_name"))
-    source = replace(source, dataset_split=None if trained == "train" else trained)  # the default: one cache key
-    if rows := getattr(sample_module(name), "Rows", None):
+    name = str(fields["dataset_name"])
+    dataset_split = fields.get("dataset_split")
+    source = Source(
+        f"{where}dataset_name",
+        split,
+        name=name,
+        config_name=fields.get("dataset_config_name"),
+        dataset_split=None if dataset_split == "train" else dataset_split,  # the default: one cache key
+    )
+    rows = getattr(sample_module(name), "Rows", None)
+    if rows:
         for of_hub in ("dataset_config_name", "dataset_revision"):
             if fields.get(of_hub):
                 raise UsageError(f"{where}{of_hub} is {fields[of_hub]}, but {name} is a file of samples/: remove it")
@@ -146,6 +156,19 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     if os.path.isdir(folder):
         return replace(source, files=tuple(_list_folder(folder, source.field)), name=folder)
     return replace(source, revision=fields.get("dataset_revision"))
+
+
+def _source_of_files(patterns: list[str], split: str, field: str) -> Source:
+    """Return the source of these files, globs and URLs; raise UsageError unless all are of one known type."""
+    files: list[str] = []
+    for pattern in patterns:
+        files += _expand(pattern, field)
+    source = Source(field, split, tuple(files))
+    suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in files}
+    if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
+        tar = "; of .tar shards give the folder as --dataset_name" if ".tar" in suffixes else ""
+        raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)}){tar}")
+    return replace(source, builder=BUILDERS[suffixes.pop()])
 
 
 def fetch_source(source: Source, cfg: RunConfig) -> Source:
@@ -161,6 +184,7 @@ def fetch_source(source: Source, cfg: RunConfig) -> Source:
 
 
 def at_commit(source: Source, root: Path) -> Source:
+    """Return a source of the Hub with the commit of its revision."""
     return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root))
 
 
@@ -176,7 +200,8 @@ def _expand(pattern: str, field: str) -> list[str]:
     files = [os.path.abspath(file) for file in files if "**" not in pattern or not os.path.isdir(file)]
     if not files:
         raise UsageError(f"{field}: {pattern}: no such file")
-    if empty := [file for file in files if os.path.getsize(_require_readable(file, field)) == 0]:
+    empty = [file for file in files if os.path.getsize(_require_readable(file, field)) == 0]
+    if empty:
         raise UsageError(f"{field}: {', '.join(empty[:5])} is empty ({len(empty)} of {len(files)} files): remove it")
     return files
 
@@ -210,12 +235,17 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
     Raise UsageError if its README.md, or state.json of `save_to_disk`, names files outside the folder. Symlinks are the
     user's choice. Warn of files that `datasets` does not read: it reads files of one type, and finds the split in the
     file name."""
-    files = [str(file) for files in (data_files or {}).values() for file in files] if source.files else []
+    files: list[str] = []
+    if source.files and data_files:
+        for files_of_split in data_files.values():
+            files += [str(file) for file in files_of_split]
     for file in files:
-        inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(str(source.name)))
-        if not (plain_data(file) if "://" in file or "::" in file else inside):
+        is_inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(str(source.name)))
+        is_remote = "://" in file or "::" in file
+        if not (plain_data(file) if is_remote else is_inside):
             raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
-    unread = sorted({file for file in source.files if Path(file).suffix in DATA} - {*map(os.path.abspath, files)})
+    data = {file for file in source.files if Path(file).suffix in DATA}
+    unread = sorted(data - {os.path.abspath(file) for file in files})
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
         warn(
             f"{source.field}: {unread[0]} and {len(unread) - 1} more not read: to use all, list them as --train_file",

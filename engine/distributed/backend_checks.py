@@ -23,7 +23,8 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
     if mesh and (mesh.cp_size > 1 or mesh.sp_size > 1):
         raise UsageError("context and sequence parallelism are not supported: docs/scaling.md says what to use instead")
     for name in backend.unsupported:
-        if value := getattr(cfg, name, None):  # it may belong to an add-on that the run file does not name
+        value = getattr(cfg, name, None)  # it may belong to an add-on that the run file does not name
+        if value:
             raise UsageError(
                 f"{name} is {str(value).lower()}, which {backend.name} does not support: remove it, or use DDP or FSDP2 "
                 "(accelerate_configs/ddp.yaml, fsdp2.yaml)"
@@ -52,11 +53,12 @@ def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.opt
 
 def check_only_tensors(model: torch.nn.Module) -> None:
     """Raise UsageError if a state dict holds something else than tensors, which can be neither sharded nor saved."""
-    if others := [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]:
-        raise UsageError(
-            f"{others[0]} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
-            "a buffer"
-        )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
+                "a buffer"
+            )
 
 
 def check_trainable(parameters: dict[str, torch.nn.Parameter], trainable: set[str]) -> None:

@@ -30,13 +30,13 @@ WITHOUT_SHARDS = ("NO", "XLA")  # accelerate's names of launches with a whole mo
 
 def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
     """Return the backend of this launch; raise UsageError on every rank for settings that it does not support."""
-    kind = accelerator.distributed_type.value
+    launch = accelerator.distributed_type.value
     mesh = accelerator.parallelism_config
     splits_layers = mesh is not None and mesh.tp_size > 1
-    if kind == "FSDP" and not splits_layers:
+    if launch == "FSDP" and not splits_layers:
         with may_be_removed("FSDP2"):
             from engine.distributed.fsdp2 import FSDP2 as chosen
-    elif (kind in WITHOUT_SHARDS or kind.startswith("MULTI_")) and not splits_layers:
+    elif (launch in WITHOUT_SHARDS or launch.startswith("MULTI_")) and not splits_layers:
         chosen = Backend
     else:
         chosen = _backend_of_addon(accelerator)
@@ -51,9 +51,11 @@ def _backend_of_addon(accelerator: "Accelerator") -> type["Backend"]:
     chosen = first_answer(load_addon("backends", name).backend_type(accelerator) for name in names)
     if chosen is None:
         mesh = accelerator.parallelism_config
-        kind = accelerator.distributed_type.value + (f" with tp_size {mesh.tp_size}" if mesh else "")
+        launch = accelerator.distributed_type.value
+        if mesh:
+            launch += f" with tp_size {mesh.tp_size}"
         raise UsageError(
-            f"distributed_type is {kind}, which no file of addons/backends/ runs (here: {', '.join(names) or 'none'}): "
+            f"distributed_type is {launch}, which no file of addons/backends/ runs (here: {', '.join(names) or 'none'}): "
             "restore the one that does, or use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
         )
     return chosen
@@ -67,7 +69,8 @@ class Backend:
     unsupported: tuple[str, ...] = ()  # fields of the run file that must not be set
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
-        self.accelerator, self.cfg = accelerator, cfg
+        self.accelerator = accelerator
+        self.cfg = cfg
         # Processes that read the same data count as one data rank.
         self.data_rank = accelerator.process_index // self.ranks_per_batch
         self.data_world_size = accelerator.num_processes // self.ranks_per_batch
@@ -111,14 +114,15 @@ class Backend:
         module, optimizer = self.wrap(model_with_loss, optimizer)
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
-        several = self.accelerator.num_processes > 1
-        self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
+        all_ranks = self.accelerator.num_processes > 1
+        self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks)
         self.buffers.add_hooks()
         return module, optimizer
 
     def own_factor(self, group: dict) -> float:
         """Return the rate that the class of the optimizer gave a group, as a factor of learning_rate."""
-        rate, base = group.get("lr", 0.0), self.cfg.learning_rate
+        rate = group.get("lr", 0.0)
+        base = self.cfg.learning_rate
         if rate == base:
             return 1.0
         if not base:
@@ -147,13 +151,18 @@ class Backend:
         if not self.is_sharded:
             return self.accelerator.prepare_model(model_with_loss, evaluation_mode=True)
         # Without an optimizer, accelerate would neither shard the model nor move it to the device.
-        return self.wrap(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
+        module, _ = self.wrap(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))
+        return module
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def forwards_per_rank(self, batch: list) -> list[float]:
         """Return a zero vector with this rank's micro-batch count at its index, or [] if counts may differ by rank."""
-        return [float(len(batch)) * (rank == self.data_rank) for rank in range(self.data_world_size * self.is_sharded)]
+        if not self.is_sharded:
+            return []
+        counts = [0.0] * self.data_world_size
+        counts[self.data_rank] = float(len(batch))
+        return counts
 
     def pad_with_dummy_batches(self, batch: list, forwards: list[float]) -> list:
         """Return the batch with dummy batches (weight zero) in front, so that every rank runs max(forwards) passes."""
@@ -161,7 +170,8 @@ class Backend:
             return batch
         micro, rows = batch[0]
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
-        return [(dummy, rows)] * (int(max(forwards, default=0)) - len(batch)) + batch
+        num_dummies = int(max(forwards)) - len(batch)
+        return [(dummy, rows)] * num_dummies + batch
 
     def wrap_gradient(self, compute: Callable) -> Callable:
         """Return `compute`, such as compute_gradient of train.py, with what this backend does around it.

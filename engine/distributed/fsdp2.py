@@ -34,11 +34,12 @@ class FSDP2(Backend):
         super().__init__(accelerator, cfg)
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        if low := LOW_PRECISION.get(accelerator.mixed_precision):
+        dtype = LOW_PRECISION.get(accelerator.mixed_precision)
+        if dtype is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
             # accelerate's own policy would reduce gradients, and return the loss, in 16 bits.
-            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     @property
@@ -59,13 +60,16 @@ class FSDP2(Backend):
         touched. `prepare` sends each process its shard. A UsageError on one process is raised on all processes."""
         if not self.main_process_builds:
             return super().build_model(task, weights, on_built)
-        build, model, structures = super().build_model, None, []
+        build = super().build_model
+        model = None
+        structures = []
 
         def build_on_main() -> tuple[dict, list[Structure]]:
             nonlocal model
             model = build(task, weights, lambda built: structures.append(structure_of(built)))
             structures.append(structure_of(model))
-            return {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}, structures
+            attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
+            return attributes, structures
 
         attributes, (before, after) = run_on_main(self.accelerator, build_on_main)
         errors: set[str] = set()
@@ -76,18 +80,19 @@ class FSDP2(Backend):
                 make_alike(model, after)
             except UsageError as error:
                 errors.add(str(error))
-        if found := self.hosts.union(errors):
-            raise UsageError(found[0])
+        errors_of_ranks = self.hosts.union(errors)
+        if errors_of_ranks:
+            raise UsageError(errors_of_ranks[0])
         return model
 
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise an error if sharding untied weights or changed a dtype."""
         for parameter in model_with_loss.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 refuses other layouts
-        if shared := layers_that_share(model_with_loss):  # torch refuses a parameter of two units, at the first step
-            private_apis.set_layer_class_names(
-                model_with_loss, private_apis.layer_class_names(model_with_loss.model) - shared
-            )
+        sharing = layers_that_share(model_with_loss)
+        if sharing:  # torch refuses a parameter of two units, at the first step
+            names = private_apis.layer_class_names(model_with_loss.model)
+            private_apis.set_layer_class_names(model_with_loss, names - sharing)
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
         early = optimizer_state.flatten(model_with_loss, optimizer) if optimizer.state else {}
@@ -105,12 +110,12 @@ class FSDP2(Backend):
             raise Failure(
                 "sharding has untied the model's tied weights: set fsdp_cpu_ram_efficient_loading to false in the accelerate file"
             )
-        trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
-        if changed := [name for name, p in trainable if p.dtype not in dtypes]:
-            raise UsageError(
-                f"dtype is {self.cfg.dtype}, but FSDP2 keeps float32 weights for mixed_precision, as of {changed[0]}: set "
-                "mixed_precision: 'no'"
-            )
+        for name, parameter in model_with_loss.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in dtypes:
+                raise UsageError(
+                    f"dtype is {self.cfg.dtype}, but FSDP2 keeps float32 weights for mixed_precision, as of {name}: set "
+                    "mixed_precision: 'no'"
+                )
         # Otherwise ranks that use different parameters in a step would reduce different ones together: a wrong gradient,
         # or a crash. Now a parameter that a rank does not use has a zero gradient there.
         module.set_reduce_scatter_unused_params(True)
@@ -119,7 +124,8 @@ class FSDP2(Backend):
     @contextmanager
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
         """Broadcast the main process's buffers. accelerate 1.15 keeps those of each process, and shards persistent ones."""
-        buffers, persistent = [], []
+        buffers = []
+        persistent = []
         if self.main_process_builds:
             saved = model_with_loss.state_dict().keys()
             names = [name for name, _ in model_with_loss.named_buffers(remove_duplicate=False)]
@@ -178,8 +184,10 @@ def layers_that_share(model: torch.nn.Module) -> set[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
-    sharing, names = set(), private_apis.layer_class_names(model)
-    for layer in (module for module in model.modules() if type(module).__name__ in names):
+    names = private_apis.layer_class_names(model)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    sharing = set()
+    for layer in layers:
         inside = {id(module) for module in layer.modules()}
         if any(not owners[id(parameter)] <= inside for parameter in layer.parameters()):
             sharing.add(type(layer).__name__)

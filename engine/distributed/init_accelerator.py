@@ -48,7 +48,8 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
         raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
     if os.environ.get("FSDP_IGNORED_MODULES"):  # accelerate would not sum their gradients over the processes
         raise UsageError("fsdp_ignored_modules: each process would train these modules alone: remove it")
-    if (strategy := os.environ.get("FSDP_SHARDING_STRATEGY", "1")).upper() not in ("1", "FULL_SHARD"):
+    strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "1")
+    if strategy.upper() not in ("1", "FULL_SHARD"):
         warn(f"fsdp_sharding_strategy {strategy} is ignored: set fsdp_reshard_after_forward, or take hsdp.yaml")
     complete_mesh(world_size)
     _check_float8()
@@ -145,7 +146,8 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
     store over all restarts. Ranks may find addresses of dead processes in it and fail (torch 2.13, pytorch#135712). A
     key prefix per attempt hides them. It works on one node only, because nodes count restarts differently. On several
     nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
-    settings, arguments = settings_type(), {"timeout": timeout}
+    settings = settings_type()
+    arguments = {"timeout": timeout}
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if attempt and num_nodes() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         world_size = int(os.environ["WORLD_SIZE"])
@@ -158,7 +160,8 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
 
 def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str]) -> None:
     """Raise UsageError if accelerate silently created another type or size of process group than requested."""
-    created, size = accelerator.distributed_type.value, accelerator.num_processes
+    created = accelerator.distributed_type.value
+    size = accelerator.num_processes
     for name in sharding:
         if created != name:
             raise UsageError(
@@ -174,7 +177,8 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
 
 def _check_trackers(accelerator: "Accelerator", names: list[str]) -> None:
     """Raise UsageError for a tracker that accelerate skips silently because its package is missing."""
-    if missing := {*names} - {"all", "none", *map(str, accelerator.log_with)}:
+    missing = {*names} - {"all", "none", *map(str, accelerator.log_with)}
+    if missing:
         raise UsageError(f"report_to: the package of {min(missing)} is not installed")
 
 

@@ -107,7 +107,8 @@ def _make_parameters_alike(model: torch.nn.Module, wanted: Structure) -> None:
 
 
 def _make_buffers_alike(model: torch.nn.Module, wanted: Structure) -> None:
-    present, current = dict(model.named_buffers(remove_duplicate=False)), structure_of(model).buffers
+    present = dict(model.named_buffers(remove_duplicate=False))
+    current = structure_of(model).buffers
     for name in present.keys() - wanted.buffers.keys():
         path, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(path), leaf)
@@ -121,7 +122,8 @@ def _make_buffers_alike(model: torch.nn.Module, wanted: Structure) -> None:
 def _first_difference(here: Structure, wanted: Structure) -> str | None:
     """Return the first parameter or buffer, in the order of the model, in which two structures differ."""
     for what in ("parameters", "first_names", "buffers"):
-        mine, others = getattr(here, what), getattr(wanted, what)
+        mine = getattr(here, what)
+        others = getattr(wanted, what)
         if list(mine.items()) != list(others.items()):
             names = [name for name in {**others, **mine} if mine.get(name) != others.get(name)]
             return names[0] if names else f"the order of {what}"

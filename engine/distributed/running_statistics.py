@@ -45,9 +45,14 @@ class StepBuffers:
 
     def __init__(self, module: torch.nn.Module, device: torch.device, all_ranks: bool):
         """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
-        self.module, self.device, self.all_ranks = module, device, all_ranks
-        names = [name.rpartition(".") for name, b in persistent_buffers(module).items() if not b.is_complex()]
-        owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
+        self.module = module
+        self.device = device
+        self.all_ranks = all_ranks
+        owners = []
+        for name, buffer in persistent_buffers(module).items():
+            if not buffer.is_complex():
+                path, _, leaf = name.rpartition(".")
+                owners.append((module.get_submodule(path), leaf))
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
         self.is_real: list[bool] | None = None  # within `step`: for each micro-batch, whether it is no dummy batch
@@ -109,7 +114,8 @@ class StepBuffers:
         self.start_wide = self._widen(self.start)
         # An infinite buffer (a minimum so far) may become finite: its change is counted from 0.
         self.base = torch.where(self.start_wide.isfinite(), self.start_wide, 0.0)
-        self.total, self.passes = torch.zeros_like(self.base), 0
+        self.total = torch.zeros_like(self.base)
+        self.passes = 0
 
     @torch.no_grad()
     def record(self) -> None:
@@ -129,12 +135,13 @@ class StepBuffers:
         change = sums[:-1] / sums[-1]
         moved = change.isfinite() & (change != 0)
         values = self.base + change
-        result, begin = [], 0
+        result = []
+        first = 0
         for start in self.start:
-            part = slice(begin, begin + start.numel())
-            begin = part.stop
+            part = slice(first, first + start.numel())
             value = values[part] if start.is_floating_point() else values[part].nan_to_num().round()
             result.append(torch.where(moved[part], value.to(start.dtype), start))
+            first = part.stop
         self._write(result)
 
     def _by_dtype(self) -> list[torch.Tensor]:
@@ -148,9 +155,9 @@ class StepBuffers:
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        targets, sources = [getattr(*owner) for owner in self.owners], iter(values)
-        for _, group in groupby(targets, key=lambda value: value.dtype):
-            tensors = list(group)
-            parts = next(sources).split([tensor.numel() for tensor in tensors])
+        buffers = [getattr(*owner) for owner in self.owners]
+        by_dtype = [list(group) for _, group in groupby(buffers, key=lambda value: value.dtype)]
+        for tensors, flat in zip(by_dtype, values, strict=True):
+            parts = flat.split([tensor.numel() for tensor in tensors])
             views = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
             private_apis.copy_all_(tensors, views)

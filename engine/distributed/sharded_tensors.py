@@ -58,10 +58,8 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     for local in tensors:
         shards = 1
         if isinstance(local, torch.distributed.tensor.DTensor):
-            mesh, placements = local.device_mesh, local.placements
-            shards = math.prod(
-                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
-            )
+            sharded_dims = [dim for dim, placement in enumerate(local.placements) if not placement.is_replicate()]
+            shards = math.prod(local.device_mesh.size(dim) for dim in sharded_dims)
             local = local.to_local()
         wide = local.float() if local.dtype.itemsize < 4 else local
         # Each value is on (world size / shards) ranks. Times `shards`, the all-reduce counts it (world size) times.

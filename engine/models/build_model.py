@@ -65,8 +65,12 @@ def build_model(
                 **options,
             )
             correct_tied_setting(model)
-    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-    missing = [key for key in missing if weights or not any(part in key for part in new_weights)]
+    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    missing = []
+    for key in absent:
+        is_new = any(part in key for part in new_weights)
+        if weights or not is_new:
+            missing.append(key)
     if missing:
         raise UsageError(
             f"{name} has no weights of this name and shape for {len(missing)} parameters of {type(model).__name__}, first "
@@ -154,7 +158,8 @@ def build_plain_model(
     Random weights depend only on the seed. With `empty`, no weights are loaded. Raise UsageError if the files and the
     module do not have the same parameters and buffers, of tied ones all names."""
     torch.manual_seed(cfg.seed)
-    model, dtype = make(), weight_dtype(cfg)
+    model = make()
+    dtype = weight_dtype(cfg)
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)

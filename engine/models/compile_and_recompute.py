@@ -66,9 +66,11 @@ class CompiledOnAccelerators:
     count = 0  # compiled cases of all such functions
 
     def __init__(self, function: Callable, uncompiled_devices: tuple[str, ...] = ("cpu",)):
-        self.function, self.uncompiled_devices = function, uncompiled_devices
+        self.function = function
+        self.uncompiled_devices = uncompiled_devices
         self.compiled: Callable | None = None
-        self.failed, self.tried = False, set()
+        self.failed = False
+        self.tried = set()
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns, compiled if `compiles` was true for such arguments."""
@@ -94,7 +96,8 @@ class CompiledOnAccelerators:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                self.compiled, self.failed = None, True
+                self.compiled = None
+                self.failed = True
                 warn(
                     f"the loss is computed uncompiled, several times slower, because torch.compile failed: {one_line(error)}"
                 )

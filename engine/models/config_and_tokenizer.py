@@ -64,11 +64,12 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         config = _config_from_file(cfg, str(cfg.model_config), tokenizer)
     # LayerDrop skips whole layers: DDP would find no gradient, and ranks of a sharded model would wait forever.
     for name in LAYERDROP:
-        if value := getattr(config, name, 0.0):
+        value = getattr(config, name, 0.0)
+        if value:
             setattr(config, name, 0.0)
             warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
-    for each in used_addons(cfg):
-        each.change_config(cfg, config)
+    for addon in used_addons(cfg):
+        addon.change_config(cfg, config)
     return config
 
 
@@ -108,8 +109,10 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
 
     Without a tokenizer, remove the special ids of the published model that a smaller vocabulary does not have."""
     if tokenizer is None:
-        size, ids = given.get("vocab_size", float("inf")), {name: config_value(defaults, name) for name in SPECIAL_IDS}
-        return {name: None for name, i in ids.items() if isinstance(i, int) and i >= size} | given
+        size = given.get("vocab_size", float("inf"))
+        ids = {name: config_value(defaults, name) for name in SPECIAL_IDS}
+        removed = {name: None for name, token_id in ids.items() if isinstance(token_id, int) and token_id >= size}
+        return removed | given
     values: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     if config_value(defaults, "vocab_size") is not None:
         values["vocab_size"] = len(tokenizer)
@@ -160,7 +163,8 @@ def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig")
             "--trust_remote_code true if you trust it"
         )
     for name in config.sub_configs:
-        if part := getattr(config, name, None):
+        part = getattr(config, name, None)
+        if part:
             _refuse_hub_kernels(cfg, source, part)
 
 
@@ -174,8 +178,10 @@ def check_fit(
     """Return the maximum row length. Raise UsageError if tokenizer, model and max_length do not fit together.
 
     `option` is the name of the field max_length."""
-    source, text = cfg.model_name_or_path or cfg.model_config, text_config(config)
-    size, limit = config_value(text, "vocab_size"), config_value(text, "max_position_embeddings")
+    source = cfg.model_name_or_path or cfg.model_config
+    text = text_config(config)
+    size = config_value(text, "vocab_size")
+    limit = config_value(text, "max_position_embeddings")
     if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
         raise UsageError(
             f"{source}: vocab_size is {size}, but the tokenizer {cfg.tokenizer_name or source} has {len(tokenizer)} "
@@ -194,7 +200,8 @@ def check_fit(
 
 def vocabulary_size(cfg: RunConfig, config: "PreTrainedConfig") -> int:
     """Return the number of token ids of a model, also if text is only one of its inputs."""
-    if not isinstance(size := config_value(text_config(config), "vocab_size"), int):
+    size = config_value(text_config(config), "vocab_size")
+    if not isinstance(size, int):
         raise UsageError(f"{config.model_type} models have no vocabulary, which task {cfg.task} needs")
     return size
 
@@ -239,9 +246,10 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
         return None  # a model without a tokenizer is enough for rows of input_ids
     from transformers import AutoTokenizer
 
-    values = read_json(file := Path(folder, "tokenizer_config.json"))
-    given = (values.get("vocab"), values.get("merges"), *(values.get("init_inputs") or ()))
-    if any(isinstance(value, str) for value in given):
+    file = Path(folder, "tokenizer_config.json")
+    values = read_json(file)
+    vocabularies = (values.get("vocab"), values.get("merges"), *(values.get("init_inputs") or ()))
+    if any(isinstance(value, str) for value in vocabularies):
         raise UsageError(f"{file}: vocab, merges or init_inputs names a file, which could be any here: remove it")
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
@@ -283,6 +291,7 @@ def load_text_encoder(
         raise UsageError(f"{cfg.task} needs --tokenizer_name, or a model folder, with a tokenizer that has a pad_token")
     text = tokenizer_fingerprint(tokenizer)
     config = load_config(cfg, tokenizer)
-    if (part := text_config(config)).model_type not in POSITIONS_AFTER_PADDING:
+    part = text_config(config)
+    if part.model_type not in POSITIONS_AFTER_PADDING:
         part.pad_token_id = tokenizer.pad_token_id  # a decoder classifies at the last real token
     return tokenizer, text, config, check_fit(cfg, config, tokenizer, max_length)

@@ -23,7 +23,8 @@ LEAK = 1e-9
 @contextmanager
 def probing(model: torch.nn.Module):
     """Within, the model runs on the CPU without gradients and dropout. Raise UsageError if it fails."""
-    training, kernel = model.training, attention_kernel(model.config)
+    was_training = model.training
+    kernel = attention_kernel(model.config)
     model.eval()
     if kernel and "flash" in kernel:  # flash attention runs on GPUs only
         model.set_attn_implementation("eager")
@@ -33,7 +34,7 @@ def probing(model: torch.nn.Module):
         with torch.no_grad(), errors_of(what):
             yield
     finally:
-        model.train(training)
+        model.train(was_training)
         if kernel != attention_kernel(model.config):
             model.set_attn_implementation(kernel)
 
@@ -55,7 +56,8 @@ def is_plain_head(model: Any, logits_of: Callable[[], Any], hidden_of: Callable[
 
     Some models scale or cap their logits. A loss computed from their hidden states would be silently wrong. Random
     weights give logits near zero, where a cap has no effect, so the probe replaces the logits with large values."""
-    head, seen = model.get_output_embeddings(), {}
+    head = model.get_output_embeddings()
+    seen = {}
     if not isinstance(head, torch.nn.Linear):
         return False
 

@@ -31,7 +31,8 @@ def is_default_for(model: Any) -> bool:
 
     if not is_initialized() or torch.version.cuda is None:
         return False
-    state, mesh = AcceleratorState(), AcceleratorState().parallelism_config
+    state = AcceleratorState()
+    mesh = state.parallelism_config
     in_16_bits = state.mixed_precision in ("bf16", "fp16") or model.dtype.itemsize == 2
     if state.device.type != "cuda" or not in_16_bits or (mesh and mesh.tp_size > 1):
         return False
@@ -43,7 +44,8 @@ def fits_flash_kernel(model: Any) -> bool:
     config = model.config.get_text_config()
     drops = any(value for name, value in config.to_dict().items() if "att" in name and "drop" in name)
     # Layers may have heads of different sizes, for which a configuration has no one number.
-    sizes = {size for module in model.modules() if isinstance(size := getattr(module, "head_dim", None), int)}
+    sizes = {getattr(module, "head_dim", None) for module in model.modules()}
+    sizes = {size for size in sizes if isinstance(size, int)}
     if not sizes:
         heads = getattr(config, "num_attention_heads", 0) or 0
         sizes = {getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)}
@@ -82,15 +84,19 @@ def varlen_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     query, key, value (rows, heads, length, size). Without documents it is sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if (bounds := more.get("cu_seq_lens_q")) is None:
+    bounds = more.get("cu_seq_lens_q")
+    if bounds is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
-    asked = [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]
-    asked += ["dropout"] if dropout else []
-    asked += ["values of another size than the keys"] if value.shape[-1] != key.shape[-1] else []
-    asked += ["a mask"] if attention_mask is not None and sliding_window is None else []
-    if asked:
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]
+    if dropout:
+        unsupported.append("dropout")
+    if value.shape[-1] != key.shape[-1]:
+        unsupported.append("values of another size than the keys")
+    if attention_mask is not None and sliding_window is None:
+        unsupported.append("a mask")
+    if unsupported:
         raise UsageError(
-            f"attn_implementation varlen has no {asked[0]} in packed rows: give --attn_implementation sdpa"
+            f"attn_implementation varlen has no {unsupported[0]} in packed rows: give --attn_implementation sdpa"
         )
     rows, _, length, _ = query.shape
     # Norms in float32 may leave them in float32 under autocast, which does not know the kernel.

@@ -73,7 +73,10 @@ class Progress:
     """Prints a line about long work every LINE_SECONDS."""
 
     def __init__(self, what: str, total: int, unit: str, shown: bool = True):
-        self.what, self.n, self.of_total, self.shown = what, 0, f"of {total:,} {unit}", shown
+        self.what = what
+        self.n = 0
+        self.of_total = f"of {total:,} {unit}"
+        self.shown = shown
         self.last_line = time.monotonic()
 
     def update(self, n: int = 1) -> None:
@@ -87,7 +90,10 @@ class Console:
     """Prints the lines of metrics.jsonl of one training run in readable form."""
 
     def __init__(self, total: int, unit: str, step: int):
-        self.total, self.unit, self.first_step, self.start = total, unit, step, time.monotonic()
+        self.total = total
+        self.unit = unit
+        self.first_step = step
+        self.start = time.monotonic()
 
     def line(self, line: dict) -> None:
         step = line["step"]

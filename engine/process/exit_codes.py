@@ -22,7 +22,9 @@ from engine.process import console, run_status
 from engine.process.run_status import EXIT_STOPPED
 from engine.storage import jsonl
 
-EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CTRL_C = 130
 STOP_IS_SUCCESS = "STOP_IS_SUCCESS"  # set by `make train`: make and launchers take any code but 0 for a failure
 CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
@@ -112,7 +114,8 @@ def _without_disk_errors(method: Callable) -> Callable:
 
 def _end(error: BaseException) -> NoReturn:
     """Log and print why this rank ends, write it to status.json, and exit."""
-    rank, (code, text) = int(os.environ.get("RANK", 0)), _outcome(error)
+    rank = int(os.environ.get("RANK", 0))
+    code, text = _outcome(error)
     if log.hasHandlers():
         log.error("%s", text)
     if code in (EXIT_STOPPED, EXIT_CTRL_C):

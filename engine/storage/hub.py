@@ -56,7 +56,8 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
             snapshot_download(name, ignore_patterns=unwanted, **options)
         return {"folder": folder}
 
-    if Path(folder := locate(name)).is_dir():
+    folder = locate(name)
+    if Path(folder).is_dir():
         refuse_pointers_of_model(folder, field, weights)
         return folder
     part = "model" if weights else "tokenizer"
@@ -65,7 +66,8 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
 
 def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, download: Callable) -> dict:
     """Return the record of a repository: its commit, and what `download(commit)` returns."""
-    repo_type, where = "dataset" if part == "dataset" else "model", f"{field}: {name}"
+    repo_type = "dataset" if part == "dataset" else "model"
+    where = f"{field}: {name}"
 
     def fetch() -> dict:
         from huggingface_hub import HfApi, get_session
