@@ -172,8 +172,9 @@ def _eval_line(backend: Backend, task: Task, plan: Plan, results: list[Result]) 
     if sums_by_block is not None:  # a loss over a whole batch
         names, table = _on_main(backend, lambda: sums_by_block(names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.num_examples)
-    if plan.sources[0].name:
-        line = _add_sources(line, {source.name: _of_source(task, names, table, source) for source in plan.sources})
+    if plan.sources[0].name:  # a mixture
+        by_source = {source.name: _metrics_of_source(task, names, table, source) for source in plan.sources}
+        line = _add_sources(line, by_source)
     if values:
         line |= _on_main(backend, lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
@@ -238,7 +239,7 @@ def _gather_rows(
     return columns
 
 
-def _of_source(task: Task, names: list[str], table: np.ndarray, source: Part) -> dict:
+def _metrics_of_source(task: Task, names: list[str], table: np.ndarray, source: Part) -> dict:
     """Return the metrics of one source of a mixture."""
     return _divide(task, names, table[source.micro_batches], source.rows.stop - source.rows.start)
 

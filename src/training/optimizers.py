@@ -60,17 +60,17 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     rules = cfg.parameter_groups or {}
     pattern_of = first_match(rules, parameters, "parameter_groups")
-    decay_of_layers = layer_factors(model, cfg.lr_layer_decay) if cfg.lr_layer_decay else {}
+    factor_of_layer = layer_factors(model, cfg.lr_layer_decay) if cfg.lr_layer_decay else {}
     _, addon = find_optimizer(cfg.optim)
     hidden = addon.hidden_matrices(model, cfg.optim) if hasattr(addon, "hidden_matrices") else None
     groups: dict[tuple, dict] = {}
     for name, parameter in sorted(trained.items(), key=lambda item: dimensions(item[1]) < 2):
         rule = rules.get(pattern_of.get(name, ""), {})
-        decay = cfg.weight_decay if dimensions(parameter) >= 2 else 0.0
-        fields = {"weight_decay": rule.get("weight_decay", decay)}
+        weight_decay = cfg.weight_decay if dimensions(parameter) >= 2 else 0.0
+        fields = {"weight_decay": rule.get("weight_decay", weight_decay)}
         factor = rule.get("lr_factor", 1.0)
         if cfg.lr_layer_decay:
-            factor *= decay_of_layers[name]
+            factor *= factor_of_layer[name]
         if factor != 1.0:
             fields["lr_factor"] = factor  # a class may set the `lr` of a group: `Backend.prepare` multiplies both
         if hidden is not None:
