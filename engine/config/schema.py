@@ -128,7 +128,9 @@ class RunConfig:
         from_checkpoint=False,  # it says where files are written
         is_rare=True,
     )
-    preprocessing_num_workers: int = changeable("processes per rank that prepare data", 1, min=1, max=256, is_rare=True)
+    preprocessing_num_workers: int = changeable(
+        "processes per rank that prepare data", 1, min=1, max=256, from_checkpoint=False, is_rare=True
+    )
 
     global_batch_size: int = option(
         "examples per optimizer step, summed over all processes and accumulation steps",
@@ -273,16 +275,19 @@ class RunConfig:
         from_checkpoint=False,  # the backend of an evaluation may refuse it
         is_rare=True,
     )
-    ddp_timeout: int = changeable("seconds a collective may wait", 600, min=1, max=10**7, is_rare=True)
+    ddp_timeout: int = changeable(
+        "seconds a collective may wait", 600, min=1, max=10**7, from_checkpoint=False, is_rare=True
+    )
     dataloader_num_workers: int = changeable(
         "dataloader workers per rank; 0: load in the training process",
         0,
         min=0,
         max=256,
+        from_checkpoint=False,  # of this machine, as the other numbers of workers and seconds here
         is_rare=True,
     )
     dataloader_timeout: int = changeable(
-        "seconds a dataloader worker may take for one micro-batch", 600, min=1, is_rare=True
+        "seconds a dataloader worker may take for one micro-batch", 600, min=1, from_checkpoint=False, is_rare=True
     )
 
 
