@@ -20,8 +20,8 @@ from engine.data import data_loader, dataset, seeding
 from engine.data.data_loader import StepBatch
 from engine.distributed import backends, replica_check, stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.step_totals import StepLosses, StepTotals
 from engine.loop.techniques import make_techniques
+from engine.loop.totals_and_votes import StepLosses, StepTotals
 from engine.loop.train_state import Intervals, Run
 from engine.process.exit_codes import run_main
 from engine.task import Task

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from engine.config import parsing, validation
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.batch_plan import PlanConfig, training_order
 from engine.data.data_loader import read_batches
 from engine.data.dataset import prepare_datasets

@@ -53,11 +53,11 @@ def begin(is_training=False, has_help=True):
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, stop)
     if has_help and {"-h", "--help", "--help=all"} & set(sys.argv):
-        from engine.config.help_text import show_help
+        from engine.config.show_help import show_help
 
         show_help(sys.argv)
     if has_help and "--schema" in sys.argv:
-        from engine.config.help_text import show_schema
+        from engine.config.show_help import show_schema
         from engine.task_registry import OPTIONS
 
         show_schema(OPTIONS)

@@ -7,7 +7,7 @@ from typing import Any
 from engine.config.addons import addon_names
 from engine.config.errors import UsageError, did_you_mean
 from engine.config.paths import REPOSITORY
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.task import REQUIRED, Batch, Task
 
 __all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]

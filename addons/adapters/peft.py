@@ -20,7 +20,7 @@ from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import file_name, write_tensors
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError, errors_of
-from engine.config.fields import option
+from engine.config.option import option
 from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
 

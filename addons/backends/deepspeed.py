@@ -12,7 +12,7 @@ import torch
 
 from engine.config.errors import UsageError, warn
 from engine.config.optimizer_class import BUILT_IN
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef, plain_name
 from engine.loop.memory import optimizer_moments

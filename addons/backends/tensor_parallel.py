@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.fsdp2 import FSDP2
 from engine.distributed.sharded_tensors import total_norm

@@ -14,7 +14,7 @@ import xxhash
 
 from engine.config.add_on import AddOn
 from engine.config.errors import warn
-from engine.config.fields import option
+from engine.config.option import option
 from engine.data import sources
 from engine.data.prepared_split import MEDIA, Split, keep_encoded
 from engine.data.raw_rows import RawRows

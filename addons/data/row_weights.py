@@ -11,7 +11,7 @@ import numpy as np
 
 from addons.data._row_numbers import Column
 from engine.config.add_on import AddOn
-from engine.config.fields import option
+from engine.config.option import option
 from engine.data.batch_plan import PlanConfig
 from engine.data.prepared_split import Split
 from engine.data.row_order import splitmix64

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 from engine.data.batch_plan import PlanConfig, StepSizes
 from engine.task import Task
 

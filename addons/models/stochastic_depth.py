@@ -10,7 +10,7 @@ import torch
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 
 BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multiplied by zero for some rows
 

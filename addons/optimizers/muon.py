@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from src.training.optimizers import dimensions, layer_depths, named_parameters
 
 reads_adam_fields = True  # adam_beta1 and others, for the part that AdamW updates

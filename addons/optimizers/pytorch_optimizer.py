@@ -12,7 +12,7 @@ import torch
 
 from engine.config.addons import load_addon
 from engine.config.optimizer_class import normalized
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # for the matrices of hidden layers
 STATE_PER_WEIGHT = {"lion": 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 

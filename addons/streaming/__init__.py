@@ -11,7 +11,7 @@ from addons.streaming import sources
 from addons.streaming.stream import Stream
 from engine.config.add_on import AddOn
 from engine.config.addons import fields_of_addons_with
-from engine.config.fields import option
+from engine.config.option import option
 from engine.data.sources import Source
 from engine.task import Task
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn
-from engine.config.fields import option
+from engine.config.option import option
 from engine.config.paths import locate
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder, model_folder

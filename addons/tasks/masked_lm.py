@@ -16,7 +16,7 @@ import xxhash
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
 from engine.models.model_checks import probing

@@ -15,7 +15,7 @@ import torch
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens

@@ -14,10 +14,10 @@ import torch
 from engine.config.add_on import AddOn
 from engine.config.addons import addon_names, load_addon
 from engine.config.errors import UsageError
-from engine.config.fields import option
-from engine.config.schema import RunConfig
-from engine.loop.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.config.option import option
+from engine.config.run_config import RunConfig
 from engine.loop.techniques import Techniques
+from engine.loop.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
 from engine.loop.train_state import Run
 
 # compute_gradient of train.py without its first arguments

@@ -14,11 +14,11 @@ from addons.techniques import TECHNIQUES, Technique
 from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
 from engine.config.errors import UsageError, did_you_mean, list_errors
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import plain_name, reshard
-from engine.loop.step_totals import ComputeGradient, StepBatch, StepLosses, StepTotals
 from engine.loop.techniques import Techniques
+from engine.loop.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
 from engine.loop.train_state import Run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from addons.techniques import Technique
 from engine.config.errors import did_you_mean
-from engine.config.fields import declared_options, read_value
+from engine.config.option import declared_options, read_value
 
 
 def read_options(kind: type[Technique], given: Any) -> Technique:

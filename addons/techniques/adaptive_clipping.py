@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Technique
-from engine.config.fields import option
+from engine.config.option import option
 from src.training.optimizers import first_match, named_parameters
 
 SMALLEST_NORM = 1e-6  # of a gradient, against a division by zero; as in timm

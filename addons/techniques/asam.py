@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques.sam import SAM
-from engine.config.fields import option
+from engine.config.option import option
 
 
 @dataclass(eq=False)

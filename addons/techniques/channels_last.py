@@ -10,7 +10,7 @@ import torch
 
 from addons.techniques import Technique
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 
 @dataclass(eq=False)

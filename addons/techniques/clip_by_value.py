@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from addons.techniques import Technique
-from engine.config.fields import option
+from engine.config.option import option
 
 
 @dataclass(eq=False)

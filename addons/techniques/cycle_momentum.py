@@ -7,8 +7,8 @@ import torch
 
 from addons.techniques import Technique
 from engine.config.errors import UsageError
-from engine.config.fields import option
-from engine.config.schema import RunConfig
+from engine.config.option import option
+from engine.config.run_config import RunConfig
 
 
 @dataclass(eq=False)

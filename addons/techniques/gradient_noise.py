@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from addons.techniques import Technique
-from engine.config.fields import option
+from engine.config.option import option
 from engine.data.batch_plan import derive_seed
 from engine.distributed.sharded_tensors import plain_name
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from addons.techniques.sam import SAM
-from engine.config.fields import option
+from engine.config.option import option
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Technique
-from engine.config.fields import option
+from engine.config.option import option
 from engine.distributed.sharded_tensors import gather_full
 from src.training.optimizers import matching, named_parameters
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from addons.techniques import Compute, Technique
 from engine.config.errors import UsageError
-from engine.config.fields import option
-from engine.config.schema import RunConfig
+from engine.config.option import option
+from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import Compute, Technique
-from engine.config.fields import option
+from engine.config.option import option
 from engine.distributed.sharded_tensors import total_norm
-from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 

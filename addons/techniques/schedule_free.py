@@ -7,11 +7,11 @@ import torch
 from addons.techniques import Compute, Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
 from engine.config.errors import UsageError
-from engine.config.fields import option
 from engine.config.optimizer_class import arguments_of_fields, find_optimizer
-from engine.config.schema import RunConfig
+from engine.config.option import option
+from engine.config.run_config import RunConfig
 from engine.distributed.sharded_tensors import reshard
-from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

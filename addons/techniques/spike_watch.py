@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from addons.techniques import Technique
-from engine.config.fields import option
+from engine.config.option import option
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import torch
 from addons.techniques import Technique
 from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 
 
 @dataclass(eq=False)

@@ -6,9 +6,9 @@ import torch
 
 from addons.techniques import Compute, Technique
 from engine.config.errors import UsageError
-from engine.config.fields import option
-from engine.config.schema import RunConfig
-from engine.loop.step_totals import StepBatch, StepLosses, StepTotals
+from engine.config.option import option
+from engine.config.run_config import RunConfig
+from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
 from src.training.optimizers import first_match, named_parameters
 
 

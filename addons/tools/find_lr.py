@@ -26,7 +26,7 @@ import train
 from engine.checkpointing.checkpointer import Checkpointer
 from engine.config import parsing, validation
 from engine.config.errors import Failure, Stopped, UsageError
-from engine.config.fields import AS_GIVEN, declared_options, option, read_words
+from engine.config.option import AS_GIVEN, declared_options, option, read_words
 from engine.data import dataset
 from engine.distributed import stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown

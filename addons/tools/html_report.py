@@ -18,7 +18,7 @@ import yaml
 
 from engine.config.errors import UsageError
 from engine.config.paths import path_of_flag
-from engine.config.schema import RunConfig, best_by
+from engine.config.run_config import RunConfig, best_by
 from engine.process.exit_codes import run_main
 from engine.storage import jsonl
 from engine.storage.atomic_folder import rewrite

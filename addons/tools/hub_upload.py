@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.config.add_on import AddOn
 from engine.config.errors import one_line, warn
-from engine.config.fields import option
+from engine.config.option import option
 from engine.storage.verify_hashes import MANIFEST, read_manifest
 
 SILENCE = 120  # seconds to wait for the next byte from the Hub

@@ -14,7 +14,7 @@ import torch
 from engine.checkpointing.model_folder import is_final_of, write_model
 from engine.checkpointing.tensor_files import TensorReader, Tensors, file_name, write_tensors
 from engine.config.errors import UsageError, warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef
 from engine.loop.model_with_loss import ModelWithLoss

@@ -16,10 +16,10 @@ from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.add_on import AddOn, overrides
 from engine.config.addons import config_type
 from engine.config.errors import UsageError, warn
-from engine.config.fields import Source, declared_options, is_from_checkpoint
+from engine.config.option import Source, declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models.config_and_tokenizer import refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
 from engine.config.addons import used_addons
 from engine.config.redact import redact_all
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.train_state import Run, TrainState
 from engine.process import private_apis

@@ -15,7 +15,7 @@ from engine.checkpointing.checkpoint_folder import list_checkpoints, load_checkp
 from engine.checkpointing.locate_weights import init_weights
 from engine.checkpointing.run_identity import SameRates, check_same_run, identity
 from engine.config.errors import Stopped, UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main

@@ -16,7 +16,7 @@ from engine.config.addons import config_type, follows_evaluations
 from engine.config.errors import UsageError
 from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
-from engine.config.schema import RunConfig, changeable_fields
+from engine.config.run_config import RunConfig, changeable_fields
 from engine.models.config_and_tokenizer import pretrained_source
 from engine.storage import jsonl, verify_hashes
 

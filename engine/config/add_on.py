@@ -14,7 +14,7 @@ from engine.config.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.config.schema import RunConfig
+    from engine.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 
 from engine.config.add_on import AddOn, check_names, overrides
 from engine.config.errors import UsageError
-from engine.config.fields import declared_options
+from engine.config.option import declared_options
 from engine.config.paths import REPOSITORY, SCHEMA_FILE
-from engine.config.schema import RunConfig, config_class
+from engine.config.run_config import RunConfig, config_class
 
 ADDONS = REPOSITORY / "addons"
 

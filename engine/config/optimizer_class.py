@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.addons import addon_names, load_addon
 from engine.config.errors import UsageError, did_you_mean
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     import torch

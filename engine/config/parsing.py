@@ -14,10 +14,10 @@ import yaml
 
 from engine.config.addons import addons_with_fields, config_type, missing_addon, used_addons
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
-from engine.config.fields import declared_options, field_types, read_value, read_words
+from engine.config.option import declared_options, field_types, read_value, read_words
 from engine.config.paths import locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
-from engine.config.schema import RunConfig, config_class
+from engine.config.run_config import RunConfig, config_class
 
 SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {

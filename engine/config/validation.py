@@ -1,6 +1,6 @@
 """Rules between fields; checks of folders and URLs before a run starts.
 
-engine/config/schema.py declares the range of a single field. Each error here is one sentence, which names the fields, their
+engine/config/run_config.py declares the range of a single field. Each error here is one sentence, which names the fields, their
 values and the fix. Tests: tests/engine/config/test_config.py, tests/engine/config/test_bad_input.py.
 """
 
@@ -16,7 +16,7 @@ from engine.config.errors import UsageError, list_errors, warn
 from engine.config.optimizer_class import optimizer_errors
 from engine.config.paths import plain_name
 from engine.config.redact import was_redacted
-from engine.config.schema import RunConfig, best_by
+from engine.config.run_config import RunConfig, best_by
 
 HUB_FIELDS = ("dataset_config_name", "dataset_revision", "dataset_split")  # only with dataset_name
 TRY = "(try --config configs/stdlib_lm.yaml)"

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from engine.config.addons import first_answer, used_addons
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.row_order import Quotas, example_ids, splitmix64
 from engine.data.seeding import derive_seed
 

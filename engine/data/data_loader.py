@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from engine.config.addons import used_addons
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data import seeding
 from engine.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from engine.data.seeding import derive_seed

@@ -13,7 +13,7 @@ from engine.config import parsing, validation
 from engine.config.add_on import AddOn
 from engine.config.addons import fields_of_addons_with, first_answer, follows_evaluations, used_addons
 from engine.config.errors import UsageError, warn, writes_to
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.computed_rows import ComputedSplit, open_computed_rows
 from engine.data.mixture import Mixture
 from engine.data.prepare import prepare_rows

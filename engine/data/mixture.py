@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.batch_plan import sizes_of_run
 from engine.data.prepared_split import SUMS
 from engine.data.row_order import mixture_quotas

@@ -25,7 +25,7 @@ import xxhash
 
 from engine import task as base
 from engine.config.errors import Failure, UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.column_types import keep_json_text
 from engine.data.data_loader import init_worker
 from engine.data.file_columns import refuse_mixed_types

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.batch_plan import sizes_of_run
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config.errors import DISK_FULL, UsageError, one_line
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.column_types import join_features
 from engine.data.file_columns import features_of_file
 from engine.data.row_errors import line_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.config.errors import UsageError, warn
 from engine.config.paths import locate, plain_data
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.storage import http_files, hub
 from engine.storage.cache_folder import cache_root, sample_folder, sample_module
 from engine.storage.git_lfs import refuse_pointers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.sharded_tensors import plain_name
 from engine.process import private_apis
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.config.addons import addon_names, first_answer, load_addon
 from engine.config.errors import UsageError, may_be_removed
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
 from engine.distributed.host_group import HostGroup
 from engine.distributed.running_statistics import StepBuffers, all_buffers_unchanged

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.config.errors import Failure, UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import optimizer_state
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from engine.config.errors import UsageError, one_line, warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.process import console, private_apis
 from engine.process.exit_codes import run_exit_hooks
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import startup
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import host_group
 from engine.process.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from engine.process.run_status import EXIT_STOPPED

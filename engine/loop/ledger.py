@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config.add_on import AddOn
 from engine.config.addons import fields_of_addons_with
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.batch_plan import LOW
 from engine.storage import jsonl
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.config.addons import load_addon
 from engine.config.optimizer_class import find_optimizer, normalized
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.init_accelerator import sharding_of_launch
 
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.distributed.host_group import HostGroup
-from engine.loop.step_totals import StepLosses, StepTotals
+from engine.loop.totals_and_votes import StepLosses, StepTotals
 
 SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
 # Fields of a train line, whose names the further sums of a task may not have.

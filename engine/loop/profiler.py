@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.config.errors import call_or_warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 
 def step_profiler(cfg: RunConfig, step: int) -> torch.profiler.profile | None:

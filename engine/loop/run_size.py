@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.config.errors import warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop import memory
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.techniques import Techniques

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from engine.config.addons import first_answer, used_addons
-from engine.config.schema import RunConfig
-from engine.loop.step_totals import ComputeGradient
+from engine.config.run_config import RunConfig
+from engine.loop.totals_and_votes import ComputeGradient
 from engine.loop.train_state import Run
 
 

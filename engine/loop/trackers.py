@@ -19,7 +19,7 @@ from typing import Any
 from engine.config.errors import one_line, warn
 from engine.config.paths import REPOSITORY
 from engine.config.redact import redact_all
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.process.exit_codes import on_exit
 from engine.storage import atomic_folder, jsonl
 

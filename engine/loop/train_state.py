@@ -13,12 +13,12 @@ import torch
 
 from engine.config.addons import schedule_addon
 from engine.config.errors import Failure, UsageError, did_you_mean, warn
-from engine.config.schema import RunConfig, best_by
+from engine.config.run_config import RunConfig, best_by
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
 from engine.loop.meter import Meter
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.step_totals import StepBatch, StepLosses
+from engine.loop.totals_and_votes import StepBatch, StepLosses
 from engine.storage.jsonl import JsonlWriter
 from engine.task_registry import Task
 

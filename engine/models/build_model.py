@@ -15,7 +15,7 @@ from engine.config.add_on import AddOn, overrides
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import locate, read_yaml
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
 from engine.models.config_and_tokenizer import experts_per_token, model_folder, refuse_adapter, refuse_quantized
 from engine.storage.jsonl import read_json

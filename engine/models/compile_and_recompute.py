@@ -11,7 +11,7 @@ import torch
 from engine.config.add_on import AddOn, overrides
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError, one_line, warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.process import private_apis
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.paths import locate, plain_name, read_yaml
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.process import private_apis
 from engine.storage import hub
 from engine.storage.cache_folder import cache_root, sample_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models.model_checks import check_packing_and_choose_kernel
 from engine.models.varlen_attention import document_bounds, takes_lengths, use_in
 from engine.process.private_apis import attention_kernel, known_masks

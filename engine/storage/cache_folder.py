@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import REPOSITORY
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.storage.atomic_folder import rewrite
 from engine.storage.code_hash import code_hash
 

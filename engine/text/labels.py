@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 SEVERAL_TYPES = "values of several types"  # the `id` of a feature of JSON text
 SEVERAL_LABELS = (

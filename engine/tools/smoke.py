@@ -26,7 +26,7 @@ from engine.checkpointing.tensor_files import TensorReader, digest
 from engine.config import parsing
 from engine.config.errors import Failure, Stopped, UsageError
 from engine.config.paths import REPOSITORY
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.stop_signals import SIGNALS
 from engine.process import console, run_status
 from engine.process.exit_codes import STOP_IS_SUCCESS, run_main

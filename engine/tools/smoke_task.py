@@ -15,7 +15,7 @@ import torch
 from engine.checkpointing.locate_weights import init_weights
 from engine.config import parsing, validation
 from engine.config.errors import Failure, UsageError, warn
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data import dataset
 from engine.data.batch_plan import evaluation_order, sizes_of_run
 from engine.data.data_loader import read_batches

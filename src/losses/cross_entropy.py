@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 from engine.text.tokenize_and_pack import IGNORED
 
 

@@ -17,7 +17,7 @@ import torch
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import AS_GIVEN, option
+from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import shapes_repeat
 from engine.models.config_and_tokenizer import load_text_decoder

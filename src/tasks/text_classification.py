@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine import task as base
-from engine.config.fields import AS_GIVEN, option
+from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens

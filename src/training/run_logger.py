@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from engine.checkpointing.resume import Start
 from engine.loop.run_record import RunRecord
-from engine.loop.step_totals import StepLosses, StepTotals
 from engine.loop.techniques import Techniques
+from engine.loop.totals_and_votes import StepLosses, StepTotals
 from engine.loop.train_state import Intervals, Run
 from engine.models.compile_and_recompute import compiled_graphs
 from src.training.environment import environment, topology

@@ -28,7 +28,7 @@ LIBRARIES = (
 # What is read on purpose here, or in a function that is called from here, is on the host, or ready.
 ON_PURPOSE = {
     ("engine/data/data_loader.py", "collate"),  # rows
-    ("engine/loop/step_totals.py", "sum_over_ranks"),  # counts, which were summed on the host
+    ("engine/loop/totals_and_votes.py", "sum_over_ranks"),  # counts, which were summed on the host
     ("engine/loop/train_state.py", "was_skipped"),  # the last update: the next gradient is queued already
 }
 

@@ -7,7 +7,7 @@ import torch
 
 import train
 from engine.data import seeding
-from engine.loop.step_totals import StepLosses
+from engine.loop.totals_and_votes import StepLosses
 from tests.helpers import kit, step_recipe
 
 pytestmark = pytest.mark.conformance

@@ -8,7 +8,7 @@ import pytest
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.task_registry import MODULES, OPTIONS, make_task
 from tests.helpers import kit, plain_task
 

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from engine.checkpointing.async_writer import HostCopy
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.models.varlen_attention import document_bounds, varlen_attention
 from engine.process.private_apis import attention_kernel

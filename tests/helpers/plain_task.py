@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import task as base
-from engine.config.fields import option
+from engine.config.option import option
 from engine.models.build_model import build_plain_model, saved_config
 from engine.task import Batch
 from engine.task_registry import MODULES, OPTIONS

@@ -1,6 +1,6 @@
 """Learning rates of a schedule, as a list."""
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from src.training.schedules import make_schedule
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from engine.config.fields import declared_options
+from engine.config.option import declared_options
 from tests.helpers import kit, technique_runs
 
 TECHNIQUES = pytest.importorskip("addons.techniques", exc_type=ModuleNotFoundError).TECHNIQUES

@@ -17,7 +17,7 @@ import pytest
 from engine.config.add_on import AddOn
 from engine.config.addons import addon_class, addon_names, addons_with_fields
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from tests.helpers import kit
 
 # Each lists a folder, and imports the files that a run file names.
@@ -150,7 +150,7 @@ def test_two_addons_in_one_file_are_refused(tmp_path):
 
 def module_with(name: str, folder: Path) -> ModuleType:
     """Return a module with an add-on that has the method `name`."""
-    text = "from engine.config.add_on import AddOn\nfrom engine.config.fields import option\n"
+    text = "from engine.config.add_on import AddOn\nfrom engine.config.option import option\n"
     text += "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Mine(AddOn):\n"
     text += f'    mine: bool = option("", False)\n\n    def {name}(self, cfg, config):\n        "As AddOn."\n'
     (folder / "mine.py").write_text(text)

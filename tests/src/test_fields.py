@@ -10,21 +10,21 @@ import pytest
 import yaml
 
 from engine.checkpointing.locate_weights import evaluation_args
-from engine.config import addons, parsing, schema
+from engine.config import addons, parsing, run_config
 from engine.config.errors import UsageError
-from engine.config.help_text import format_help, run_file_schema, show_schema
+from engine.config.show_help import format_help, run_file_schema, show_schema
 from engine.task_registry import OPTIONS
 from src.fields import RunConfig
 from tests.helpers import kit
 
 BEGIN = """from dataclasses import dataclass
 
-from engine.config import schema
-from engine.config.fields import option
+from engine.config import run_config
+from engine.config.option import option
 
 
 @dataclass(frozen=True)
-class RunConfig(schema.RunConfig):
+class RunConfig(run_config.RunConfig):
 """
 FIELDS = """
     calm: float = option("weight of the entropy in the loss", 0.0, min=0)
@@ -37,7 +37,7 @@ FIELDS = """
 @pytest.fixture
 def fields(monkeypatch):
     """Return a function that gives src/fields.py another class for this test."""
-    caches = (schema.config_class, addons._extended)
+    caches = (run_config.config_class, addons._extended)
 
     def write(text: str) -> None:
         module = types.ModuleType("src.fields")
@@ -52,7 +52,7 @@ def fields(monkeypatch):
 
 
 def test_a_run_has_the_class_of_src():
-    assert schema.config_class() is addons.config_type(["learning_rate"]) is RunConfig
+    assert run_config.config_class() is addons.config_type(["learning_rate"]) is RunConfig
     assert type(parsing.parse([], OPTIONS)[0]) is RunConfig
 
 

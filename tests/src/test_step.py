@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 
 import train
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data.batch_plan import PlanConfig, plan
 from engine.distributed.backends import make_backend
 from engine.distributed.host_group import HostGroup
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.step_totals import StepTotals
+from engine.loop.totals_and_votes import StepTotals
 from src.training.evaluation import evaluate
 from src.training.training_model import choose_kernels
 from tests.conformance.checks import NoWaiting

@@ -13,7 +13,7 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.config.paths import locate
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
 from engine.models.model_checks import check_packing, has_plain_lm_head

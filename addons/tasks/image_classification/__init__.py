@@ -20,7 +20,7 @@ from addons.tasks.image_classification.image_processor import (
 )
 from engine import task as base
 from engine.config.errors import warn
-from engine.config.fields import AS_GIVEN, option
+from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_config
 from engine.task import Batch

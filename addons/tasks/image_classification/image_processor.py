@@ -13,8 +13,8 @@ import torch
 
 from addons.tasks.image_classification.decoding import MODES
 from engine.config.errors import UsageError, warn
-from engine.config.fields import option
-from engine.config.schema import RunConfig
+from engine.config.option import option
+from engine.config.run_config import RunConfig
 from engine.models.config_and_tokenizer import model_folder
 from src.losses.cross_entropy import ClassCrossEntropy
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
-from engine.config.fields import AS_GIVEN, option
+from engine.config.option import AS_GIVEN, option
 from engine.task import Batch
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import Scored

@@ -21,7 +21,7 @@ from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import option
+from engine.config.option import option
 from engine.models.build_model import build_model, build_plain_model, saved_config
 from engine.models.config_and_tokenizer import load_config
 from engine.task import Batch

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_decoder_head, score_labels
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.fields import AS_GIVEN, option
+from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from engine.process.private_apis import known_masks

@@ -9,7 +9,7 @@ import torch
 from addons.backends import deepspeed
 from engine.config import addons
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, backends
 from engine.loop import memory
 from tests.helpers import kit

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from tests.engine.checkpointing.test_run_identity import check, refusal
 from tests.helpers import kit
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from engine.config import addons, schema
+from engine.config import addons, run_config
 from engine.config.addons import addon_names
 from engine.config.errors import UsageError
 from tests.helpers.schedules import rates
@@ -41,8 +41,8 @@ def test_range_test_grows_by_the_same_factor():
 
 def test_a_schedule_of_your_own_is_one_file(tmp_path, monkeypatch):
     """Names that the run file accepts are those of the files; the file of another folder stands for a new one here."""
-    assert set(addon_names("schedules")) < set(schema.SCHEDULES)
-    assert not [name for name in schema.SCHEDULES if name.startswith("_")]
+    assert set(addon_names("schedules")) < set(run_config.SCHEDULES)
+    assert not [name for name in run_config.SCHEDULES if name.startswith("_")]
     own = ModuleType("addons.schedules.root")
     own.factor = lambda x, end=0.0: max(end, 1 - x**0.5)  # pyrefly: ignore
     (tmp_path / "schedules").mkdir()

@@ -16,7 +16,7 @@ from addons.tasks.image_classification.image_processor import (
     read_image_processor,
     stack,
 )
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 
 NONE = {"image_size": None, "image_mean": [], "image_std": []}
 

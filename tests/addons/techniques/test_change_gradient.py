@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from addons.techniques import TECHNIQUES, _chain
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop.train_state import Run, TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file
 
 from addons.schedules.one_cycle import one_cycle_momentum
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from src.training.schedules import make_schedule
 from tests.engine.loop.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs

@@ -8,7 +8,7 @@ import yaml
 from addons.techniques import TECHNIQUES, NamedTechniques
 from engine.config.addons import run_config
 from engine.config.parsing import to_yaml
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.task_registry import OPTIONS
 from tests.engine.checkpointing.test_run_identity import check, refusal
 

@@ -9,7 +9,7 @@ import torch
 from addons.techniques import Technique
 from addons.techniques.unfreeze import Unfreeze
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop.train_state import Run
 from tests.engine.loop.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs

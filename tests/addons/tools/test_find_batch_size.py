@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from addons.tools import find_batch_size
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import make_backend
 from engine.loop.model_with_loss import ModelWithLoss
 from src.tasks import causal_lm

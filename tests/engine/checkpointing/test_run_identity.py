@@ -12,7 +12,7 @@ import yaml
 from engine.checkpointing import locate_weights, run_identity
 from engine.config.errors import UsageError
 from engine.config.parsing import to_yaml
-from engine.config.schema import RunConfig, changeable_fields
+from engine.config.run_config import RunConfig, changeable_fields
 from engine.task_registry import OPTIONS
 from src.training.schedules import has_same_rates
 from tests.engine.checkpointing import recipe

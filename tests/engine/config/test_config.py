@@ -9,8 +9,8 @@ import yaml
 
 from engine.config import parsing, paths, validation
 from engine.config.errors import UsageError
-from engine.config.fields import declared_options
-from engine.config.schema import RunConfig
+from engine.config.option import declared_options
+from engine.config.run_config import RunConfig
 from engine.task_registry import OPTIONS
 from tests.helpers import kit
 

@@ -14,8 +14,8 @@ from engine.checkpointing import locate_weights
 from engine.checkpointing.locate_weights import evaluation_args
 from engine.config import parsing, validation
 from engine.config.errors import UsageError
-from engine.config.fields import declared_options, is_from_checkpoint, option
-from engine.config.schema import RunConfig
+from engine.config.option import declared_options, is_from_checkpoint, option
+from engine.config.run_config import RunConfig
 from engine.models.config_and_tokenizer import load_tokenizer
 from engine.storage import verify_hashes
 from engine.task_registry import OPTIONS, make_task

@@ -9,8 +9,8 @@ import pytest
 from engine.config import parsing, paths
 from engine.config.addons import addons_with_fields
 from engine.config.errors import UsageError
-from engine.config.fields import AS_GIVEN, declared_options, field_types, option, read_value, read_words
-from engine.config.schema import RunConfig
+from engine.config.option import AS_GIVEN, declared_options, field_types, option, read_value, read_words
+from engine.config.run_config import RunConfig
 from engine.task_registry import OPTIONS
 from tests.helpers import kit
 

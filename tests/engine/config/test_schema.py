@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from engine.config.help_text import format_help
 from engine.config.paths import SCHEMA_FILE
+from engine.config.show_help import format_help
 from tests.helpers import kit
 
 PROPERTIES = json.loads(SCHEMA_FILE.read_text())["properties"]

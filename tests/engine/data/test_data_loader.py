@@ -10,7 +10,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.data import data_loader, seeding
 from engine.data.batch_plan import PlanConfig, training_order
 from engine.data.prepared_split import column_readers

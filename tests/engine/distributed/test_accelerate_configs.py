@@ -5,7 +5,7 @@ import os
 import pytest
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import init_accelerator
 from tests.helpers import kit
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.backends import make_backend
 from engine.distributed.init_accelerator import init_accelerator
 from tests.helpers import kit

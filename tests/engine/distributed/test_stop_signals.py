@@ -16,7 +16,7 @@ import train
 from engine import startup
 from engine.checkpointing import checkpoint_folder, resume
 from engine.config.errors import Stopped
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import stop_signals
 from engine.process import run_status
 from engine.storage import verify_hashes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop.memory import count_parameters, resting_bytes
 from tests.helpers import kit
 

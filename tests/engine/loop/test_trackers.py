@@ -9,7 +9,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop import trackers
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed

@@ -10,8 +10,8 @@ import torch
 import train
 from engine.checkpointing.checkpoint_folder import read_state
 from engine.config.parsing import RunConfig
-from engine.config.schema import best_by
-from engine.loop.step_totals import StepLosses
+from engine.config.run_config import best_by
+from engine.loop.totals_and_votes import StepLosses
 from engine.loop.train_state import TrainState, Update
 from src.tasks import causal_lm
 from tests.helpers import kit

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import train
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.compile_and_recompute import compile_and_recompute
 from engine.models.varlen_attention import document_bounds

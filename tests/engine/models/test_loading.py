@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import check_fit, load_config, load_text_encoder, load_tokenizer
 from tests.helpers import kit

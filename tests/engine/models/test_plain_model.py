@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.models.build_model import build_plain_model
 from tests.helpers import kit, plain_task
 from tests.helpers.plain_task import Net, flags

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.text.labels import Labels
 from tests.conformance import checks, recipes
 from tests.helpers import kit

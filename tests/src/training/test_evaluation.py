@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eval as evaluation
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed.init_accelerator import init_accelerator
 from engine.loop import model_with_loss
 from engine.task import Batch

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.config import addons, optimizer_class
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from engine.distributed import backends, optimizer_state
 from engine.distributed.backend_checks import check_model
 from engine.loop.memory import optimizer_moments

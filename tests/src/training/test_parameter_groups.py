@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from src.training.optimizers import layer_depths, make_optimizer
 from tests.helpers import kit, technique_runs
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from engine.config.schema import RunConfig
+from engine.config.run_config import RunConfig
 from src.tasks import causal_lm
 from src.training import environment
 from tests.helpers import kit

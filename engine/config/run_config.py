@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.fields import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
+from engine.config.option import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
 SCHEDULES = (
@@ -301,7 +301,7 @@ def config_class() -> type[RunConfig]:
         return RunConfig
     cls = getattr(import_module("src.fields"), "RunConfig", None)
     if not (isinstance(cls, type) and issubclass(cls, RunConfig)):
-        raise UsageError(f"{file}: it has no class RunConfig(schema.RunConfig): restore it, or remove the file")
+        raise UsageError(f"{file}: it has no class RunConfig(run_config.RunConfig): restore it, or remove the file")
     declared = {field.name for field in dataclasses.fields(cls) if "option" in field.metadata}
     for name in inspect.get_annotations(cls):
         if name not in declared:

@@ -124,8 +124,8 @@ def _default(value: Any) -> str:
 def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
     from engine.config.addons import addons_with_fields
-    from engine.config.fields import declared_options, json_schema
-    from engine.config.schema import RunConfig, config_class
+    from engine.config.option import declared_options, json_schema
+    from engine.config.run_config import RunConfig, config_class
 
     properties = json_schema(config_class())
     fields_of_copy = [name for name in properties if name not in declared_options(RunConfig)]
