@@ -87,7 +87,7 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
     checkpoint = str(run.folder / "checkpoints" / "step_00000002")
     task, _ = kit.open_data(**start, output_dir=tmp_path)
     task.build_model(str(run.folder / "final"))
-    with pytest.raises(UsageError, match="peft"):
+    with pytest.raises(UsageError, match=r"adapter\.safetensors of an add-on"):
         task.build_model(checkpoint)
     task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
     with pytest.raises(UsageError, match="lora_A"):
