@@ -21,5 +21,5 @@ bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled l
 lock: .venv/done ## take the newest versions that pyproject.toml allows into uv.lock and requirements*.txt (needs uv)
 	$(VENV)/python .ci/lock.py
 
-manifest: .venv/done ## write engine/MANIFEST after you changed a file that `make update` brings to copies
+manifest: .venv/done ## in the template only: write engine/MANIFEST after you changed a file that `make update` brings to copies
 	@$(VENV)/python -m engine.tools.manifest

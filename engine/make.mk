@@ -24,6 +24,9 @@ run='$(RUN)'; run="$${run:-$$($(VENV)/python -m engine.process.run_status --newe
 test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
 endef
 
+# A value as one word of the shell.
+quoted = '$(subst ','\'',$(1))'
+
 # Ends with one sentence if the tool is not here. make fork reads what a target needs.
 need = test -e $(1) || { echo "error: $(1) is not here: restore it to use make $@" >&2; exit 2; };
 
@@ -129,8 +132,8 @@ fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDO
 	@$(call need,addons/tools/fork.py) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
 
 update: .venv/done ## bring the engine up to date with FROM=folder or git address [REF=tag]; your files stay
-	@test -n '$(FROM)' || { echo "error: give FROM=folder or git address of the template [REF=tag]" >&2; exit 2; }
-	@$(VENV)/python -m engine.tools.update '$(FROM)' $(if $(REF),--ref '$(REF)')
+	@test -n $(call quoted,$(FROM)) || { echo "error: give FROM=folder or git address of the template [REF=tag]" >&2; exit 2; }
+	@$(VENV)/python -m engine.tools.update $(call quoted,$(FROM)) $(if $(REF),--ref $(call quoted,$(REF)))
 
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
 	$(VENV)/python train.py --schema >configs/schema.json.tmp
