@@ -30,16 +30,22 @@ def engine_files(folder: Path) -> dict[str, bytes]:
     """Return {path: text} of the files in a copy, or in the template, that `make update` looks after.
 
     Raise UsageError for a link: what it points to may be anywhere."""
-    paths = [path for name in FOLDERS for path in (folder / name).rglob("*")]
-    paths += [folder / name for name in FILES]
+    tops = [folder / name for name in (*FOLDERS, *FILES)]
+    above = {parent for top in tops for parent in top.parents if parent.is_relative_to(folder) and parent != folder}
+    paths = [path for top in tops for path in (top, *top.rglob("*"))]
     texts = {}
-    for path in sorted(paths):
+    for path in sorted({*above, *paths}):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            raise UsageError(f"{path} is a link: make update takes and replaces files only; put the file there")
+            raise UsageError(f"{path} is a link: make update takes and replaces files only; put what it names there")
         if path.is_file() and path.parent.name != "__pycache__" and name not in (MANIFEST, *YOURS):
-            texts[name] = path.read_bytes()
+            texts[name] = with_unix_lines(path.read_bytes())
     return texts
+
+
+def with_unix_lines(text: bytes) -> bytes:
+    """Return a text with the line endings that git stores, as .gitattributes says; what is binary unchanged."""
+    return text if b"\0" in text else text.replace(b"\r\n", b"\n")
 
 
 def hashes(texts: Mapping[str, bytes]) -> dict[str, str]:
@@ -69,7 +75,7 @@ def main(argv: list[str]) -> None:
     """Write the MANIFEST of the template."""
     if not (REPOSITORY / "tests" / "project").exists():
         raise UsageError(
-            "make manifest is for the template: in a copy, it would take your edits for the template's text"
+            "make manifest is for the template only: in a copy, it would take your edits for the template's text"
         )
     write_manifest(REPOSITORY)
 

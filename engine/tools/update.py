@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from engine.config.errors import UsageError
 from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag
@@ -39,6 +39,8 @@ class Changes:
     merged: list[str] = field(default_factory=list)
     away: list[str] = field(default_factory=list)  # the copy has deleted them
     own: list[str] = field(default_factory=list)  # the copy has added them to engine/
+    addons: list[str] = field(default_factory=list)  # they were delivered, and FROM lacks them
+    executable: set[str] = field(default_factory=set)
     pins: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)  # a sentence each
 
@@ -56,8 +58,12 @@ def update(copy: Path, source: str, ref: str | None) -> Changes:
             raise UsageError(
                 f"FROM has version {show(after)}, this copy {show(before)}: to take an update back, use git revert"
             )
-        news = news_between(template / "CHANGELOG.md", before, after)
-        changes = find_changes(copy, template, lambda known: find_text(known, copy, template))
+        check_template(template)
+        try:
+            news = news_between(template / "CHANGELOG.md", before, after)
+            changes = find_changes(copy, template, lambda known: find_text(known, copy, template))
+        except OSError as error:
+            raise UsageError(f"{error.filename}: {error.strerror}; nothing was written") from None
     write(copy, changes)
     print(f"Engine {show(before)} -> {show(after)}\n\n{news}")
     return changes
@@ -102,6 +108,20 @@ def check_git(copy: Path) -> None:
         )
 
 
+def check_template(template: Path) -> None:
+    """Raise UsageError if FROM is not whole: what it lacks would count as deleted by the new version."""
+    if not (template / MANIFEST).exists():
+        raise UsageError(f"FROM has no {MANIFEST}: it is not the template; nothing was written")
+    names = {"train.py", VERSION, *read_manifest(template)}
+    missing = sorted(name for name in names if not (template / name).is_file())
+    if missing:
+        shown = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
+        raise UsageError(
+            f"FROM lacks files that its {MANIFEST} lists ({shown}): give the whole template, not a copy of which parts "
+            "were removed; nothing was written"
+        )
+
+
 def fetch(source: str, ref: str | None, copy: Path, temporary: Path) -> Path:
     """Return the folder of the template: `source` itself, or a clone of it at `ref`."""
     folder = Path(path_of_flag(source, "FROM"))
@@ -113,7 +133,7 @@ def fetch(source: str, ref: str | None, copy: Path, temporary: Path) -> Path:
     address, clone = str(folder.absolute()) if folder.is_dir() else source, temporary / "template"
     done = git(temporary, "clone", "--quiet", "--no-checkout", "--", address, str(clone))
     if done.returncode:
-        raise UsageError(f"FROM: {source} is no folder, and git cannot clone it: {last_line(done.stderr)}")
+        raise UsageError(f"FROM: {source} is no folder, and git cannot clone it: {one_line(done.stderr)}")
     name, commit = ref or "HEAD", None
     for spelled in (name, f"origin/{name}"):  # a branch is only there by its remote's name
         found = git(clone, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{spelled}^{{commit}}")
@@ -123,8 +143,12 @@ def fetch(source: str, ref: str | None, copy: Path, temporary: Path) -> Path:
         raise UsageError(f"REF: {source} has no tag, branch or commit {ref}; tags: {', '.join(tags[:5]) or 'none'}")
     done = git(clone, "checkout", "--quiet", "--detach", commit)
     if done.returncode:
-        raise UsageError(f"REF: git cannot check out {ref or commit}: {last_line(done.stderr)}")
+        raise UsageError(f"REF: git cannot check out {ref or commit}: {one_line(done.stderr)}")
     return clone
+
+
+def one_line(text: bytes) -> str:
+    return " ".join(text.decode(errors="replace").split()) or "no message"
 
 
 def last_line(text: bytes) -> str:
@@ -133,7 +157,7 @@ def last_line(text: bytes) -> str:
 
 def news_between(changelog: Path, before: tuple[int, ...], after: tuple[int, ...]) -> str:
     """Return the sections of CHANGELOG.md for the versions after `before`, up to `after`."""
-    text = changelog.read_text(encoding="utf-8") if changelog.exists() else ""
+    text = changelog.read_text(encoding="utf-8", errors="replace") if changelog.exists() else ""
     sections = {}
     for section in re.split(r"^(?=## )", text, flags=re.M)[1:]:
         if number := re.match(r"## v?(\d+(?:\.\d+)*)", section):
@@ -160,9 +184,13 @@ def find_changes(copy: Path, template: Path, ancestor: Callable[[str], bytes | N
     """Compare the copy, the template, and what the copy's MANIFEST says was delivered; return what has to change."""
     base, ours, theirs = read_manifest(copy), engine_files(copy), engine_files(template)
     ours_by_hash, theirs_by_hash = hashes(ours), hashes(theirs)
-    changes = Changes()
+    check_no_open_conflict(ours)
+    changes = Changes(addons=addons_that_from_lacks(copy, template, base))
     unwanted = not_wanted(copy, template, theirs)
-    for name in sorted({*base, *ours, *theirs}):
+    rooms = {addon.split("/")[0] for addon in changes.addons}
+    rooms_left_alone = tuple(f"{folder}/{room}/" for folder in ("addons", "tests/addons") for room in sorted(rooms))
+    stay = {name for name in ours if name not in theirs and name.startswith(rooms_left_alone)}
+    for name in sorted({*base, *ours, *theirs} - stay):
         is_new = name not in base and name not in ours
         if is_new and name in unwanted:
             continue
@@ -172,6 +200,8 @@ def find_changes(copy: Path, template: Path, ancestor: Callable[[str], bytes | N
         if here is None and known:
             changes.away += [name] * (there != known)
         elif here == known and there:
+            if name in PINS:  # for the list of pins
+                merge(changes, name, ours[name], theirs[name], ours[name], is_known=True)
             changes.texts[name] = theirs[name]
         elif here == known:
             changes.deleted.append(name)
@@ -180,9 +210,12 @@ def find_changes(copy: Path, template: Path, ancestor: Callable[[str], bytes | N
         elif there is None:
             changes.conflicts.append(f"{name}: you have edited it, the new version has deleted it; your file stays")
         elif there != known:
-            merge(changes, name, ours[name], theirs[name], ancestor(known) if known else None)
+            delivered_text = ancestor(known) if known else None
+            merge(changes, name, ours[name], theirs[name], delivered_text, is_known=bool(known))
     delivered = {name for name in theirs if name in base or name in ours or name in changes.texts}
     lines = {name: theirs_by_hash[name] for name in delivered}
+    lines |= {name: base[name] for name in stay if name in base}
+    changes.executable = {name for name in theirs if os.access(template / name, os.X_OK)}
     changes.texts[MANIFEST] = manifest_text(lines).encode()
     changes.own = [name for name in changes.own if name.startswith("engine/")]
     changes.away = [name for name in changes.away if name in theirs and name not in unwanted]
@@ -193,14 +226,42 @@ def not_wanted(copy: Path, template: Path, theirs: dict[str, bytes]) -> set[str]
     """Return the files of the template that belong to add-ons that the copy lacks."""
     here = addon_files.addons_in(copy)
     missing = set(addon_files.addons_in(template)) - {*here}
-    page = theirs.get("addons/README.md", b"").decode()
+    page = theirs.get("addons/README.md", b"").decode(errors="replace")
     return addon_files.of_missing_addons(theirs, page, here, missing)
 
 
-def merge(changes: Changes, name: str, ours: bytes, theirs: bytes, base: bytes | None) -> None:
-    """Merge a file that both sides have changed since `base`, the text that was delivered; None if nobody has it."""
+def addons_that_from_lacks(copy: Path, template: Path, base: dict[str, str]) -> list[str]:
+    """Return the add-ons of the copy that were delivered and are not in FROM, which may be a copy without them."""
+    missing = sorted({*addon_files.addons_in(copy)} - {*addon_files.addons_in(template)})
+    delivered = {part for name in base for part in (name, *map(str, PurePosixPath(name).parents))}
+    return [name for name in missing if {f"addons/{name}", f"addons/{name}.py"} & delivered]
+
+
+def check_no_open_conflict(ours: dict[str, bytes]) -> None:
+    """Raise UsageError for a NAME.new of an earlier update."""
+    for name in ours:
+        if name.endswith(".new") and name.removesuffix(".new") in ours:
+            old = name.removesuffix(".new")
+            raise UsageError(f"{name} is an open conflict of an earlier update: bring it into {old}, delete it, commit")
+
+
+def decode(text: bytes, file: str) -> str:
+    """Return the text of a file; raise UsageError if it is not UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        line = text[: error.start].count(b"\n") + 1
+        raise UsageError(f"{file}, line {line}: byte {text[error.start]:#x} is not UTF-8: save it as UTF-8") from None
+
+
+def merge(changes: Changes, name: str, ours: bytes, theirs: bytes, base: bytes | None, is_known: bool) -> None:
+    """Merge a file that both sides have changed since `base`, the text that was delivered.
+
+    `base` is None if nobody has that text any more, or if the file was never delivered: then `is_known` is False."""
     if name in PINS:
-        text, lines, conflicts = merge_pins(ours.decode(), theirs.decode(), base.decode() if base is not None else None)
+        own, new = decode(ours, f"{name} of this copy"), decode(theirs, f"{name} of FROM")
+        old = base.decode(errors="replace") if base is not None else None
+        text, lines, conflicts = merge_pins(own, new, old)
         changes.texts[name] = text.encode()
         changes.pins += [f"{name}: {line}" for line in lines]
         changes.conflicts += [f"{name}: {line}" for line in conflicts]
@@ -213,7 +274,12 @@ def merge(changes: Changes, name: str, ours: bytes, theirs: bytes, base: bytes |
             changes.conflicts.append(f"{name}: both of you have changed the same lines; look for <<<<<<< in it")
     else:
         changes.texts[f"{name}.new"] = theirs
-        why = "both of you have changed it, and its text as delivered is in neither history"
+        if not is_known:
+            why = "you have added it, and so has the new version"
+        elif base is None:
+            why = "both of you have changed it, and its text as delivered is in neither history"
+        else:
+            why = "both of you have changed it, and git cannot merge it, as a binary file"
         changes.conflicts.append(f"{name}: {why}; your file stays, the new one is {name}.new")
 
 
@@ -266,17 +332,48 @@ def merge_pins(ours: str, theirs: str, base: str | None) -> tuple[str, list[str]
 
 
 def write(copy: Path, changes: Changes) -> None:
-    """Write and delete files. If this is interrupted, `git stash -u` takes back what was done."""
-    for name in changes.deleted:
-        (copy / name).unlink()
-        remove_empty(copy, (copy / name).parent)
-    for name, text in changes.texts.items():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes(text)
+    """Write and delete files; raise UsageError if that fails, with all files as they were.
+
+    If this is killed, `git stash -u` takes back what was done."""
+    names = [*changes.deleted, *changes.texts]
+    before = {name: (copy / name).read_bytes() for name in names if (copy / name).is_file()}
+    modes = {name: (copy / name).stat().st_mode for name in before}
+    name = ""  # of the file that is being written
+    try:
+        for name in changes.deleted:
+            (copy / name).unlink()
+            remove_empty(copy, (copy / name).parent)
+        for name, text in changes.texts.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(text)
+            if name in changes.executable:
+                (copy / name).chmod((copy / name).stat().st_mode | 0o111)
+    except OSError as error:
+        outcome = take_back(copy, [name for name in names if name not in before], before, modes)
+        raise UsageError(f"{error.filename or copy / name}: {error.strerror}; {outcome}") from None
+
+
+def take_back(copy: Path, new: list[str], before: dict[str, bytes], modes: dict[str, int]) -> str:
+    """Delete the files `new` and write those of `before`; return a sentence on the outcome."""
+    try:
+        for name in new:  # these first, since the disk may be full
+            if (copy / name).is_file():
+                (copy / name).unlink()
+            remove_empty(copy, (copy / name).parent)
+        for name, text in before.items():
+            if not (copy / name).exists() or (copy / name).read_bytes() != text:
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                (copy / name).write_bytes(text)
+                (copy / name).chmod(modes[name])
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}, too: take the update back by git checkout . && git clean -fd"
+    return "all files are as they were: fix this, then again"
 
 
 def remove_empty(copy: Path, folder: Path) -> None:
     """Remove a folder, and those above it, if nothing but compiled files is left: it would look like a room of add-ons."""
+    while not folder.is_dir():
+        folder = folder.parent
     while folder != copy and not [path for path in folder.iterdir() if path.name != "__pycache__"]:
         shutil.rmtree(folder)
         folder = folder.parent
@@ -284,6 +381,9 @@ def remove_empty(copy: Path, folder: Path) -> None:
 
 def write_schema(copy: Path) -> list[str]:
     """Write configs/schema.json from the fields of the new engine and of the copy; return a sentence if that fails."""
+    file = copy / SCHEMA_FILE.relative_to(REPOSITORY)
+    if file.is_symlink() or file.parent.is_symlink():
+        return [f"{file}: it is as it was, because it is a link: put the file there, then make schema"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "train.py", "--schema"], cwd=copy, env=env, capture_output=True, check=False)
     name = SCHEMA_FILE.relative_to(REPOSITORY)
@@ -291,25 +391,36 @@ def write_schema(copy: Path) -> list[str]:
         return [
             f"{name}: it is as it was, because train.py --schema fails; later, make schema: {last_line(done.stderr)}"
         ]
-    (copy / name).write_bytes(done.stdout)
+    file.write_bytes(done.stdout)
     return []
 
 
 def report(changes: Changes) -> None:
-    """Print what was done and what is left to do."""
+    """Print what was done, and the conflicts."""
     written = {*changes.texts} - {MANIFEST, *changes.merged, *PINS}
     print(f"Replaced or added: {len(written)} files. Deleted: {', '.join(changes.deleted) or 'none'}.")
     for title, names in {
         "Merged with your edits": changes.merged,
         "Pins": changes.pins,
         "Yours in engine/, which stay": changes.own,
+        "Add-ons that FROM lacks, left alone (delete them if the news above says so)": changes.addons,
         "New versions of files that you have deleted, left away": changes.away,
     }.items():
         if names:
             print(f"{title}: {', '.join(names)}")
-    for sentence in changes.conflicts:
+    print_conflicts(changes.conflicts)
+
+
+def print_conflicts(sentences: list[str]) -> None:
+    for sentence in sentences:
         print(f"CONFLICT {sentence}")
-    print("Nothing is committed. Next: git diff; make lint, make test-fast and make smoke; then git commit.")
+    sys.stdout.flush()
+
+
+def print_next(has_conflicts: bool) -> None:
+    """Print what to do now: code with marks of a conflict does not even run."""
+    first = "resolve the conflicts above (git grep -n '^<<<<<<<' shows those in files); " if has_conflicts else ""
+    print(f"Nothing is committed. Next: {first}git diff; make lint, make test-fast and make smoke; then git commit.")
 
 
 def main(argv: list[str]) -> None:
@@ -319,9 +430,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ref", metavar="REF")
     args = parser.parse_args(argv)
     changes = update(REPOSITORY, args.source, args.ref)
-    changes.conflicts += write_schema(REPOSITORY)
-    report(changes)
-    if changes.conflicts:
+    report(changes)  # before code of the new engine runs, which could be killed
+    failures = write_schema(REPOSITORY)
+    print_conflicts(failures)
+    has_conflicts = bool(changes.conflicts or failures)
+    print_next(has_conflicts)
+    if has_conflicts:
         sys.exit(EXIT_FAILED)
 
 

@@ -187,15 +187,14 @@ def test_conflicts_are_named_and_marked_as_git_does(copy, template, capsys):
     text = (copy / CLASHING).read_text()
     assert text.startswith('<<<<<<< this copy\n"""My words."""\n')
     assert "The template's words." in text
-    assert shown.splitlines()[-1].startswith("Nothing is committed.")
     assert git(copy, "log", "--oneline").count("\n") == 2
 
 
-def test_mutant_update_that_overwrites_is_caught(copy, template, monkeypatch):
+def test_mutant_update_that_overwrites_is_caught(copy, template):
     """As after `make manifest` in a copy: each edit counts as text that was delivered."""
     before = untouched(copy)
-    known = manifest.hashes(manifest.engine_files(copy))
-    monkeypatch.setattr(update, "read_manifest", lambda folder: known)
+    manifest.write_manifest(copy)
+    commit(copy)
     update.update(copy, str(template), "v1.2.0")
     with pytest.raises((AssertionError, FileNotFoundError)):
         check_own_work_stays(copy, before)
@@ -266,6 +265,68 @@ def test_addons_that_make_fork_left_out_stay_away(delivered, template):
         assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
 
 
+def test_pins_are_listed_where_requirements_are_unedited(delivered, template):
+    changes = update.update(delivered, str(template), "v1.2.0")
+    assert [line.split()[1] for line in changes.pins] == ["torch", "newly_needed"]
+    assert (delivered / "requirements.txt").read_bytes() == (template / "requirements.txt").read_bytes()
+
+
+def test_addons_that_from_lacks_stay(delivered, template, tmp_path, capsys):
+    """FROM is another copy, by make fork: its MANIFEST lists neither these add-ons nor what they share in their room."""
+    shared, kept = "addons/tools/_shared.py", "addons/tools/kept.py"
+    put(delivered, {shared: "", "tests/addons/tools/helper.py": ""})
+    manifest.write_manifest(delivered)
+    commit(delivered)
+    other = shutil.copytree(template, tmp_path / "other", ignore=shutil.ignore_patterns(".git", "addons"))
+    manifest.write_manifest(other)
+    changes = update.update(delivered, str(other), None)
+    assert changes.addons == ["tools/kept"]
+    assert changes.conflicts == []
+    assert all((delivered / name).exists() for name in (shared, kept, "tests/addons/tools/helper.py"))
+    update.report(changes)
+    assert "Add-ons that FROM lacks, left alone" in capsys.readouterr().out
+
+    commit(delivered)
+    update.update(delivered, str(template), "v1.2.0")  # which knows their texts as delivered
+    assert first_line(delivered, kept) == '"""addons/tools/kept, new."""'
+
+
+def test_line_endings_are_no_edit(delivered, template):
+    for name in ("engine/startup.py", MERGED):
+        text = (delivered / name).read_bytes()
+        (delivered / name).write_bytes(text.replace(b"\n", b"\r\n"))
+    change(delivered, MERGED, first_line(delivered, MERGED), '"""My words."""')
+    commit(delivered)
+    changes = update.update(delivered, str(template), "v1.2.0")
+    assert changes.merged == [MERGED]
+    assert changes.conflicts == []
+    assert (delivered / "engine/startup.py").read_bytes() == (template / "engine/startup.py").read_bytes()
+
+
+def test_binary_and_added_files_have_their_own_reasons(delivered, template, tmp_path):
+    picture = "engine/picture.bin"
+    (delivered / picture).write_bytes(b"\0\r\n1")
+    manifest.write_manifest(delivered)
+    put(delivered, {"engine/loop/fresh.py": "MINE = 1\n"})
+    commit(delivered)
+    (delivered / picture).write_bytes(b"\0\r\n2")
+    commit(delivered)
+    newer = shutil.copytree(template, tmp_path / "newer", ignore=shutil.ignore_patterns(".git"))
+    (newer / picture).write_bytes(b"\0\r\n3")
+    (newer / picture).chmod(0o755)
+    (newer / "engine/run_me.sh").touch(0o755)
+    added, binary = update.update(delivered, str(newer), None).conflicts
+    assert "fresh.py: you have added it" in added
+    assert "picture.bin: both" in binary
+    assert "binary" in binary
+    assert (delivered / f"{picture}.new").read_bytes() == b"\0\r\n3"
+    assert (delivered / "engine/run_me.sh").stat().st_mode & 0o111
+
+    commit(delivered)
+    with pytest.raises(UsageError, match=r"fresh\.py\.new is an open conflict"):
+        update.update(delivered, str(template), None)
+
+
 # ---- where FROM is -----------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +382,16 @@ def test_uncommitted_work_and_wrong_sources_are_refused(copy, template, tmp_path
     (older / "engine/link.py").symlink_to("/etc/passwd")
     refused("link.py is a link", str(older), None)
 
+    (older / "engine/link.py").unlink()
+    (older / "tests/helpers/kit.py").unlink()
+    refused(r"FROM lacks files .*tests/helpers/kit\.py", str(older), None)
+    (older / "engine/MANIFEST").unlink()
+    refused("FROM has no engine/MANIFEST", str(older), None)
+    linked = shutil.copytree(template, tmp_path / "linked")
+    shutil.move(linked / "engine", tmp_path / "engine")
+    (linked / "engine").symlink_to(tmp_path / "engine")
+    refused("engine is a link", str(linked), None)
+
     (copy / "new.txt").touch()
     refused(r"uncommitted changes or new files \(new\.txt\)", str(template), None)
     (copy / "new.txt").unlink()
@@ -329,6 +400,37 @@ def test_uncommitted_work_and_wrong_sources_are_refused(copy, template, tmp_path
     shutil.rmtree(copy / ".git")
     with pytest.raises(UsageError, match="git does not track"):
         update.update(copy, str(template), None)
+
+
+def test_folder_that_is_a_link_is_refused(copy, template, tmp_path):
+    for name in ("tests/helpers", "tests"):
+        shutil.move(copy / name, tmp_path / "elsewhere" / name)
+        (copy / name).symlink_to(tmp_path / "elsewhere" / name)
+        commit(copy)
+        with pytest.raises(UsageError, match=f"{name} is a link"):
+            update.update(copy, str(template), None)
+        assert git(copy, "status", "--porcelain") == ""
+
+
+def test_requirements_that_are_not_utf8(copy, template):
+    (copy / "requirements.txt").write_bytes(b"# caf\xe9\n" + (copy / "requirements.txt").read_bytes())
+    commit(copy)
+    with pytest.raises(UsageError, match=r"requirements\.txt of this copy, line 1: byte 0xe9"):
+        update.update(copy, str(template), None)
+
+
+def test_failure_while_writing_is_taken_back(copy, template, tmp_path):
+    """A file of the copy is where FROM has a folder; files before it in the alphabet were written by then."""
+    newer = shutil.copytree(template, tmp_path / "newer")
+    put(newer, {"engine/zone/new.py": "", "engine/data/new/new.py": ""})
+    put(copy, {"engine/zone": "mine\n"})
+    commit(copy)
+    before = manifest.engine_files(copy)
+    with pytest.raises(UsageError, match=r"engine/zone.*all files are as they were"):
+        update.update(copy, str(newer), None)
+    assert manifest.engine_files(copy) == before
+    assert git(copy, "status", "--porcelain") == ""
+    assert not (copy / "engine/data/new").exists()
 
 
 def test_manifest_is_not_written_in_a_copy(copy):
@@ -375,4 +477,5 @@ def test_failing_schema_is_named_and_conflicts_end_with_1(copy, template):
     assert done.returncode == 1
     assert "CONFLICT configs/schema.json: it is as it was, because train.py --schema fails" in done.stdout
     assert "my words" in done.stdout
+    assert "Next: resolve the conflicts" in done.stdout.splitlines()[-1]
     assert make_update(copy, str(template)).returncode == 2  # not committed
