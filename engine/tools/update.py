@@ -187,9 +187,7 @@ def find_changes(copy: Path, template: Path, ancestor: Callable[[str], bytes | N
     check_no_open_conflict(ours)
     changes = Changes(addons=addons_that_from_lacks(copy, template, base))
     unwanted = not_wanted(copy, template, theirs)
-    rooms = {addon.split("/")[0] for addon in changes.addons}
-    rooms_left_alone = tuple(f"{folder}/{room}/" for folder in ("addons", "tests/addons") for room in sorted(rooms))
-    stay = {name for name in ours if name not in theirs and name.startswith(rooms_left_alone)}
+    stay = {name for name in ours.keys() - theirs.keys() if serves_one_of(name, changes.addons)}
     for name in sorted({*base, *ours, *theirs} - stay):
         is_new = name not in base and name not in ours
         if is_new and name in unwanted:
@@ -235,6 +233,14 @@ def addons_that_from_lacks(copy: Path, template: Path, base: dict[str, str]) -> 
     missing = sorted({*addon_files.addons_in(copy)} - {*addon_files.addons_in(template)})
     delivered = {part for name in base for part in (name, *map(str, PurePosixPath(name).parents))}
     return [name for name in missing if {f"addons/{name}", f"addons/{name}.py"} & delivered]
+
+
+def serves_one_of(name: str, addons: list[str]) -> bool:
+    """Return whether a file stands in the room of one of these add-ons or of its tests, or beside the rooms."""
+    in_room = re.match(r"(?:tests/)?addons/(?:([^/]+)/)?", name)
+    if not in_room or not addons:
+        return False
+    return in_room[1] is None or in_room[1] in addon_files.with_rooms(addons)
 
 
 def check_no_open_conflict(ours: dict[str, bytes]) -> None:
@@ -366,7 +372,7 @@ def take_back(copy: Path, new: list[str], before: dict[str, bytes], modes: dict[
                 (copy / name).write_bytes(text)
                 (copy / name).chmod(modes[name])
     except OSError as error:
-        return f"{error.filename}: {error.strerror}, too: take the update back by git checkout . && git clean -fd"
+        return f"nor could it be taken back ({error.strerror}): git checkout . && git clean -fd does that"
     return "all files are as they were: fix this, then again"
 
 

@@ -282,7 +282,8 @@ def test_addons_that_from_lacks_stay(delivered, template, tmp_path, capsys):
     changes = update.update(delivered, str(other), None)
     assert changes.addons == ["tools/kept"]
     assert changes.conflicts == []
-    assert all((delivered / name).exists() for name in (shared, kept, "tests/addons/tools/helper.py"))
+    stay = [shared, kept, "tests/addons/tools/helper.py", "addons/README.md"]
+    assert all((delivered / name).exists() for name in stay)
     update.report(changes)
     assert "Add-ons that FROM lacks, left alone" in capsys.readouterr().out
 
