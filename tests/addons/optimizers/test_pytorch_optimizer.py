@@ -13,6 +13,8 @@ from engine.loop.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 
+pytestmark = pytest.mark.cluster  # with the other extra packages
+
 
 @pytest.fixture
 def package() -> ModuleType:
