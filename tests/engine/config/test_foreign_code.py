@@ -201,6 +201,7 @@ def test_checkpoint_may_name_only_plain_data(run, capsys, name, file):
 
 def test_metrics_and_kernels_of_a_checkpoint_run_no_foreign_code(run):
     kit.need_task("text_classification")
+    kit.need_addon("metrics/evaluate")  # without it, no metric of another place is loaded at all
     claim(run / CHECKPOINT, task="text_classification", metrics=["f1", "none"], attn_implementation="evil/kernel")
     cfg, options, _ = parse_evaluation("--checkpoint", run / CHECKPOINT)
     assert options.metrics == ["f1", "none"]
