@@ -79,7 +79,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, backend, task, train_set, state, num_steps)
     gradient = task.wrap_gradient(compute_gradient)  # the same function, unless the loss is one over the whole batch
-    gradient = backend.wrap_gradient(gradient)  # running statistics; as many passes on each rank of a sharded model
+    gradient = backend.wrap_gradient(gradient)  # running statistics; dummy batches; on 3 DDP ranks the first one twice
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
     evaluate = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
     module.train()

@@ -70,18 +70,19 @@ class CsvFiles(OneType, Csv):
             yield from csv_reader.csv_tables(self, files_iterables, open)
 
 
-class ParquetFiles(OneType, Parquet):
+class TypedFiles(OneType):
+    """Files that hold types: their tables are cast to the features of the dataset."""
+
+    def _cast_table(self, pa_table):
+        return pa_table if self.info.features is None else cast_table(pa_table, self.info.features)
+
+
+class ParquetFiles(TypedFiles, Parquet):
     format = "parquet"
 
-    def _cast_table(self, pa_table):
-        return pa_table if self.info.features is None else cast_table(pa_table, self.info.features)
 
-
-class ArrowFiles(OneType, Arrow):
+class ArrowFiles(TypedFiles, Arrow):
     format = "arrow"
-
-    def _cast_table(self, pa_table):
-        return pa_table if self.info.features is None else cast_table(pa_table, self.info.features)
 
 
 OWN = {Json: JsonFiles, Csv: CsvFiles, Parquet: ParquetFiles, Arrow: ArrowFiles}

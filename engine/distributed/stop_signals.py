@@ -97,8 +97,8 @@ class StopSignals:
             self.save_requested = True  # before the file is gone: a program may wait for that
             save.unlink(missing_ok=True)
         if stop.exists():
-            words = stop.read_text().split()
-            if words and words[0].isdecimal():
+            words = stop.read_bytes().split()  # any bytes: text that cannot be read must not end the run of one rank
+            if words and words[0].isdigit():
                 self.stop_step = int(words[0])
             else:
                 self.reason = self.reason or "the file stop"

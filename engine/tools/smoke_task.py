@@ -34,6 +34,7 @@ TOLERANCE = 0.1  # of a sum in low precision; a mean is off by one half
 
 
 def main(argv: list[str]) -> None:
+    """Check the task with the flags of a run, on the backend of its launch. Raise Failure for a mistake of the task."""
     stop_signals.exit_on_signal()
     cfg, options = parsing.parse(argv, OPTIONS)
     validation.check(cfg, options)

@@ -186,6 +186,15 @@ def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     assert verify_hashes.verify(moved) == []
 
 
+def test_workers_and_time_limits_are_those_of_this_machine(run):
+    """A number is taken from a checkpoint, unless its field says no: another's 256 workers would be started here."""
+    own = {"dataloader_num_workers": 200, "preprocessing_num_workers": 200, "ddp_timeout": 1, "dataloader_timeout": 1}
+    claim(run / CHECKPOINT, per_device_eval_batch_size=3, **own)
+    cfg = parse_evaluation("--checkpoint", run / CHECKPOINT)[0]
+    assert cfg.per_device_eval_batch_size == 3
+    assert {name: getattr(cfg, name) for name in own} == {name: getattr(type(cfg), name) for name in own}
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 

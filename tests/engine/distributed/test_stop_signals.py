@@ -260,11 +260,12 @@ def test_file_stop_holds_a_step(tmp_path):
     signals.look(3)
     assert signals.reason == "the file stop"
 
-    (tmp_path / "stop").touch()
-    signals = bare_signals(tmp_path, stop_step=3)
-    signals.look()
-    assert signals.reason == "the file stop"
-    assert not (tmp_path / "stop").exists()
+    for content in (b"", b"now", b"\xff\xfe5"):  # what is no step stops at once
+        (tmp_path / "stop").write_bytes(content)
+        signals = bare_signals(tmp_path, stop_step=3)
+        signals.look()
+        assert signals.reason == "the file stop"
+        assert not (tmp_path / "stop").exists()
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------------------
