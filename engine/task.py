@@ -39,6 +39,9 @@ class Task:
     for more: see addons/README.md."""
 
     unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
+    # Whether padding a micro-batch to its longest row costs about `length` of that row for each: cut at the least padding.
+    # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
+    cut_by_cost: bool = True
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
     json_columns: tuple[str, ...] = ("messages", "tools")  # raw columns that may hold several types; others are refused
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0

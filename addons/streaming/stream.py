@@ -20,7 +20,7 @@ import xxhash
 from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
-from engine.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
+from engine.data.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
 from engine.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
 from engine.data.row_order import permute
 from engine.data.seeding import derive_seed
@@ -54,8 +54,17 @@ class Stream:
     def __init__(self, cfg: Any, task: Task, source: StreamSource):
         self.cfg, self.task = cfg, task
         self.shards = StreamShards(source, task, cfg.seed)
-        # Not the plan of the run, but what add-ons change in it: the sizes of steps, and the lengths of their rows.
-        plan = PlanConfig(ENDLESS, cfg.global_batch_size, 1, cfg.seed, step_sizes=sizes_of_run(cfg, ENDLESS))
+        # A stream draws no rows by it: it has the cut of micro-batches, and what add-ons change: the sizes of steps, and
+        # the lengths of their rows.
+        plan = PlanConfig(
+            ENDLESS,
+            cfg.global_batch_size,
+            int(cfg.per_device_batch_size),
+            cfg.seed,
+            max_tokens=cfg.per_device_batch_tokens,
+            step_sizes=sizes_of_run(cfg, ENDLESS),
+            **cut_of_run(cfg, task),
+        )
         self.plan = changed_plan(plan, cfg, task, self)
         count = len(self.shards)
         self.shard_groups = cfg.stream_lanes or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
@@ -188,11 +197,11 @@ class _Pass(torch.utils.data.IterableDataset):
 
     def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
-        cfg, lengths = self.stream.cfg, np.array([length for *_, length in rows], np.int64)
-        max_length = self.stream.plan.max_length(step) if self.stream.plan.max_length else None
-        parts = split_into_micro_batches(
-            np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens, max_length
-        )
+        cfg = self.stream.cfg
+        lengths = np.array([length for *_, length in rows], np.int64)
+        plan = self.stream.plan
+        max_length = plan.max_length(step) if plan.max_length else None
+        parts = split_into_micro_batches(np.arange(len(rows)), plan, lengths, max_length)
         micro_batches = []
         for j, (part, cost) in enumerate(parts):
             ids = np.array([rows[i][0] for i in part])

@@ -20,6 +20,7 @@ from engine.config.option import Source, declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.run_config import RunConfig
+from engine.data.batch_plan import EQUAL_COUNTS
 from engine.models.config_and_tokenizer import refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
@@ -139,6 +140,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
             f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
             "--validation_file or --dataset_name"
         )
+    config.setdefault("plan_version", EQUAL_COUNTS)  # of a run begun before there was another plan
     values = _without_replaced_data(_values_to_take(config, given), given)
     return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
 

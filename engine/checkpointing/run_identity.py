@@ -17,6 +17,7 @@ from engine.config.errors import UsageError
 from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
 from engine.config.run_config import RunConfig, changeable_fields
+from engine.data.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
 from engine.models.config_and_tokenizer import pretrained_source
 from engine.storage import jsonl, verify_hashes
 
@@ -74,10 +75,10 @@ def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates:
     """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
 
     The folder is unchanged if `argv` or the run file names it. Only fields are compared; `check_same_run` compares the
-    contents of data and model, too. A micro-batch of `auto` becomes the number in the checkpoint that the folder holds."""
+    contents of data and model, too. Fields that the run file leaves to the run have the values of its checkpoint."""
     if not gives_folder(argv):
         cfg = _with_free_folder(cfg, options, has_same_rates)
-    return replace_auto(cfg)
+    return with_values_of_run(cfg)
 
 
 def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
@@ -107,18 +108,20 @@ def _changes_of_fields(folder: str, cfg: RunConfig, options: Any, has_same_rates
     return "; ".join((refused | other_data).values())
 
 
-def replace_auto(cfg: RunConfig) -> RunConfig:
-    """Return `cfg` with the per_device_batch_size of its newest checkpoint in place of `auto`.
+def with_values_of_run(cfg: RunConfig) -> RunConfig:
+    """Return `cfg` with the plan_version of the newest checkpoint, and its per_device_batch_size in place of `auto`.
 
-    Without a checkpoint it stays `auto`, which engine/config/validation.py refuses."""
-    if cfg.per_device_batch_size != "auto":
-        return cfg
+    Without a checkpoint, the plan is the newest one, and the batch size stays `auto`, which
+    engine/config/validation.py refuses."""
     source = cfg.output_dir if cfg.resume == "auto" else cfg.resume
     states = [jsonl.read_json(folder / "state.json") for folder in (Path(source), *list_checkpoints(source))]
-    sizes = [state["config"]["per_device_batch_size"] for state in states if "config" in state]
-    if not sizes:
-        return cfg
-    return dataclasses.replace(cfg, per_device_batch_size=sizes[-1])
+    configs = [state["config"] for state in states if "config" in state]
+    values: dict[str, Any] = {}
+    if cfg.plan_version is None:
+        values["plan_version"] = configs[-1].get("plan_version", EQUAL_COUNTS) if configs else NEWEST_PLAN
+    if cfg.per_device_batch_size == "auto" and configs:
+        values["per_device_batch_size"] = configs[-1]["per_device_batch_size"]
+    return dataclasses.replace(cfg, **values)
 
 
 def _changes(
@@ -144,7 +147,8 @@ def _changes(
 
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
-    values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]()) | config
+    values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
+    values |= {"plan_version": EQUAL_COUNTS} | config
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
     for addon in schemas[0].addons:
         values = addon.identity(values)

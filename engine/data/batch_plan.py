@@ -8,15 +8,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from engine.config.addons import first_answer, used_addons
 from engine.config.run_config import RunConfig
+from engine.data.length_cuts import split_by_cost, split_by_tokens, split_equally
 from engine.data.row_order import Quotas, example_ids, splitmix64
 from engine.data.seeding import derive_seed
 
-OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
+# Values of `plan_version`: how rows of many lengths are cut into micro-batches.
+EQUAL_COUNTS = 1  # as many rows in each
+NEWEST_PLAN = 2  # at the least padding
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class PlanConfig:
     seed: int
     lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
     max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
+    by_cost: bool = True  # cut rows with lengths at the least padding; False: into equal counts of rows
+    multiple_of: int = 1  # rows are padded to a multiple of this many tokens
     quotas: Quotas | None = None  # for a mixture
     step_sizes: StepSizes | None = None  # None: global_batch examples per step
     draw: Ids = draw_ids  # the rows at given positions of an epoch
@@ -109,6 +115,12 @@ class MicroBatch:
     hash: tuple[float, float] = (0.0, 0.0)  # `hash_ids` of its ids; of a micro-batch that was read for training
 
 
+def cut_of_run(cfg: RunConfig, task: Any) -> dict[str, Any]:
+    """Return the fields of PlanConfig that say how rows with lengths are cut in a run of this task."""
+    by_cost = cfg.plan_version != EQUAL_COUNTS and task.cut_by_cost
+    return {"by_cost": by_cost, "multiple_of": cfg.pad_to_multiple_of or 1}
+
+
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
 
@@ -119,7 +131,7 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     ids = (config.ids or config.draw)(config, epoch, start, stop)
     of_run = config.sizes.first_step(epoch) + step
     max_length = config.max_length(of_run) if config.max_length else None
-    parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)
+    parts = split_into_micro_batches(ids, config, config.lengths, max_length)
     return [
         MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), of_run, j, cost)
         for j, (part, cost) in enumerate(parts)
@@ -127,46 +139,29 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
 
 
 def split_into_micro_batches(
-    ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None, max_length: int | None = None
+    ids: np.ndarray, config: PlanConfig, lengths=None, max_length: int | None = None
 ) -> list[tuple[np.ndarray, int]]:
-    """Split `ids` into (part, cost) pairs; with `lengths`, longest rows first.
+    """Split `ids` into (part, cost) pairs; with `lengths`, by id, longest rows first.
 
-    A part has `micro_batch` rows (the last part may have fewer), or at most `max_tokens` tokens including padding.
-    Rows are shortened to `max_length` tokens first."""
+    A part has `micro_batch` rows (the last part may have fewer). With lengths, it has so many on average if the cut is
+    `by_cost`, or at most `max_tokens` tokens including padding. Rows are shortened to `max_length` tokens first."""
     if lengths is None:
-        parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
-        return [(part, len(part)) for part in parts]
+        bounds = split_equally(len(ids), config.micro_batch)
+        return [(ids[a:b], b - a) for a, b in pairwise(bounds)]
     by_row = np.asarray(lengths[ids]).astype(np.int64)
     if max_length is not None:
         by_row = np.minimum(by_row, max_length)
     order = np.argsort(-by_row, kind="stable")
     ids = ids[order]
     by_row = by_row[order]
-    bounds = split_by_tokens(by_row, max_tokens) if max_tokens else [*range(0, len(ids), micro_batch), len(ids)]
+    if config.max_tokens:
+        bounds = split_by_tokens(by_row, config.max_tokens)
+    elif config.by_cost:
+        padded = -(-by_row // config.multiple_of) * config.multiple_of
+        bounds = split_by_cost(padded, config.micro_batch)
+    else:
+        bounds = split_equally(len(ids), config.micro_batch)
     return [(ids[a:b], int(by_row[a]) * (b - a)) for a, b in pairwise(bounds)]
-
-
-def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
-    """Return the bounds that split rows, longest first, into parts of at most `max_tokens` tokens, at minimum cost.
-
-    The cost of a part is its tokens including padding, plus OVERHEAD × max_tokens. A longer row gets its own part."""
-    count = len(lengths)
-    overhead = max(1, int(max_tokens * OVERHEAD))
-    best = np.zeros(count + 1, np.int64)  # least cost of the first `end` rows
-    back = np.zeros(count + 1, np.int64)  # where the last part of that split starts
-    for end in range(1, count + 1):
-        shortest = max(1, int(lengths[end - 1]))
-        starts = np.arange(max(0, end - max(1, max_tokens // shortest)), end)
-        tokens = lengths[starts] * (end - starts)
-        fits = (tokens <= max_tokens) | (starts == end - 1)
-        values = np.where(fits, best[starts] + tokens + overhead, np.iinfo(np.int64).max)
-        chosen = int(np.argmin(values))
-        best[end] = values[chosen]
-        back[end] = starts[chosen]
-    bounds = [count]
-    while bounds[-1]:
-        bounds.append(int(back[bounds[-1]]))
-    return bounds[::-1]
 
 
 def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
@@ -196,17 +191,19 @@ def training_order(config: PlanConfig, rank: int, world_size: int, start: int, s
 
 
 def evaluation_order(
-    num_examples: int, micro_batch: int, seed: int, lengths=None, block: int | None = None
+    cfg: RunConfig, task: Any, num_examples: int, lengths=None, block: int | None = None
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
 
     By default, a block is 64 micro-batches. No micro-batch has rows of two blocks."""
+    micro_batch = cfg.per_device_eval_batch_size
+    config = PlanConfig(num_examples, num_examples, micro_batch, cfg.seed, lengths, **cut_of_run(cfg, task))
     block = block or 64 * micro_batch
     index = 0
     for start in range(0, num_examples, block):
         ids = np.arange(start, min(start + block, num_examples))
-        for part, cost in split_into_micro_batches(ids, micro_batch, lengths):
-            yield MicroBatch(part, derive_seed("evaluation", seed, index), index=index, cost=cost)
+        for part, cost in split_into_micro_batches(ids, config, lengths):
+            yield MicroBatch(part, derive_seed("evaluation", cfg.seed, index), index=index, cost=cost)
             index += 1
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.config.addons import used_addons
 from engine.config.run_config import RunConfig
 from engine.data import seeding
-from engine.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
+from engine.data.batch_plan import MicroBatch, PlanConfig, cut_of_run, hash_ids, sizes_of_run, training_order
 from engine.data.seeding import derive_seed
 from engine.distributed.backends import Backend
 from engine.distributed.stop_signals import end_with_parent, ignore_signals
@@ -55,6 +55,7 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
         step_sizes=sizes_of_run(cfg, len(train_set)),
+        **cut_of_run(cfg, task),
     )
     return changed_plan(config, cfg, task, train_set)
 

@@ -74,7 +74,8 @@ class Task(base.Task):
         if self.tokenizer is None and (options.chat_template or options.sample_prompt):
             raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
         self.packed_attention = PackedAttention(self.cfg, self.config) if options.packing else None
-        # Packed rows are nearly full, so they can all be as wide: then compiled layers have few graphs.
+        # Packed rows are nearly full, so they can all be as wide, in equal counts: then compiled layers have few graphs.
+        self.cut_by_cost = self.cut_by_cost and not options.packing
         self.has_one_width = options.packing and self.cfg.compile and shapes_repeat(self.cfg)
         self.row_settings = (
             self.vocab_size,

@@ -122,7 +122,7 @@ def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
     for name, first_id, part in split.segments():
         num_rows = min(len(part), cfg.max_eval_examples or len(part))
         first_micro_batch = len(plan.micro_batches)
-        for micro in evaluation_order(num_rows, micro_batch_size, cfg.seed, part.lengths, block_size):
+        for micro in evaluation_order(cfg, task, num_rows, part.lengths, block_size):
             index = len(plan.micro_batches)
             plan.micro_batches.append(replace(micro, ids=micro.ids + first_id, index=index))
             plan.id_offsets.append(first_id - first_row)

@@ -69,6 +69,7 @@ class Options:
 class Task(TaughtTask):
     frozen = "reference"
     can_shorten = False  # a pair has two texts
+    cut_by_cost = False  # both are padded to the longest text
 
     def load(self) -> None:
         # An option of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.

@@ -54,6 +54,7 @@ class Task(base.Task):
     decode_media = False
     encode_helpers = (decoding,)
     unit = "pixels"
+    cut_by_cost = False  # widths and heights are padded apart
 
     def load(self) -> None:
         o, saved = self.options, saved_config(self.cfg)

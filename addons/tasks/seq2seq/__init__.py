@@ -67,6 +67,8 @@ class Task(base.Task):
     # A rank that builds without weights has no generation_config.json either, and would generate by other rules.
     attributes_from_weights = ("plain_head", "generation_config")
 
+    cut_by_cost = False  # sources and targets are padded apart
+
     def load(self) -> None:
         o = self.options
         self.tokenizer: Any = load_tokenizer(self.cfg)

@@ -242,4 +242,46 @@ def test_auto_without_a_checkpoint_names_the_tool(tiny, interrupted, tmp_path, r
 def test_auto_takes_the_number_of_the_checkpoint_of_resume(tiny, straight, tmp_path):
     for asked in (straight[1].folder, at_step(straight[1], 8)):
         cfg = RunConfig(per_device_batch_size="auto", resume=str(asked), output_dir=str(tmp_path / "new"))
-        assert run_identity.replace_auto(cfg).per_device_batch_size == 4
+        assert run_identity.with_values_of_run(cfg).per_device_batch_size == 4
+
+
+# ---- the plan of a run ---------------------------------------------------------------------------------------------------
+
+
+def with_plan(folder: Path, version: int | None) -> Path:
+    """Write checkpoint and final/ of a run with this `plan_version`; None: of one that was begun before there was the field."""
+    checkpoint = folder / "checkpoints" / "step_00000008"
+    checkpoint.mkdir(parents=True)
+    config = {"task": "causal_lm"} | ({} if version is None else {"plan_version": version})
+    state = {"config": config, "progress": {"step": 8}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    final = folder / "final"
+    final.mkdir()
+    (final / "config.json").write_text("{}")
+    (final / "run_config.yaml").write_text(yaml.safe_dump(config))
+    return checkpoint
+
+
+@pytest.mark.parametrize("version, expected", [(None, 1), (1, 1), (2, 2)])
+def test_resume_and_evaluation_take_the_plan_of_the_run(tmp_path, version, expected):
+    """The mutant, the plan of a new run, would cut an older run in another way."""
+    checkpoint = with_plan(tmp_path / "run", version)
+    for cfg in (RunConfig(output_dir=str(tmp_path / "run")), RunConfig(output_dir="new", resume=str(checkpoint))):
+        assert run_identity.with_values_of_run(cfg).plan_version == expected
+    new = RunConfig(output_dir=str(tmp_path / "run"), resume="never")
+    assert run_identity.with_values_of_run(new).plan_version == 2
+    _, base, _ = locate_weights.evaluation_args(["--checkpoint", str(tmp_path / "run")])
+    assert base.get("plan_version", 2) == expected
+
+
+def test_a_run_with_equal_counts_resumes_with_them(tiny, tmp_path):
+    """The run file does not say so again. The mutant resumes with the plan of new runs."""
+    ragged = {name: value for name, value in tiny.items() if name != "packing"}
+    whole = kit.run_training(1, tmp_path / "whole", *recipe.flags(ragged, global_batch_size=16, plan_version=1))
+    runs = {}
+    for name, fields in {"resumed": {}, "mutant": {"plan_version": 2}}.items():
+        folder = kit.rewind(whole.folder, 8, tmp_path / name)
+        runs[name] = kit.run_training(1, folder, *recipe.flags(ragged, global_batch_size=16, **fields))
+    assert yaml.safe_load((runs["resumed"].folder / "config.yaml").read_text())["plan_version"] == 1
+    assert kit.same(runs["resumed"].weights, whole.weights)
+    assert not kit.same(runs["mutant"].weights, whole.weights)

@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,6 +43,23 @@ def test_sorting_by_length_leaves_little_padding():
 
     assert padding(lengths) <= 0.075
     assert padding(None) > 0.45  # the mutant: a random cut
+
+
+def test_plan_cuts_by_cost_or_equal_counts():
+    """Both have the same rows in each step; a multiple that rows are padded to counts as padding."""
+    cost = PlanConfig(1003, 64, 8, 0, LENGTHS)
+    equal = replace(cost, by_cost=False)
+    coarse = replace(cost, multiple_of=64)
+    by_config = {config: plan(config, 0, 3) for config in (cost, equal, coarse)}
+    ids = [sorted(np.concatenate([m.ids for m in parts]).tolist()) for parts in by_config.values()]
+    assert ids[0] == ids[1] == ids[2]
+    assert [len(parts) for parts in by_config.values()] == [8, 8, 8]
+    assert [len(m.ids) for m in by_config[equal]] == [8] * 8
+    assert len({len(m.ids) for m in by_config[cost]}) > 1
+    assert sum(m.cost for m in by_config[cost]) < 0.95 * sum(m.cost for m in by_config[equal])
+    widest = -(-LENGTHS.max() // 64) * 64
+    for micro in by_config[coarse]:
+        assert -(-LENGTHS[micro.ids].max() // 64) * 64 * len(micro.ids) <= 8 * widest
 
 
 def test_token_balanced_assignment():
