@@ -14,7 +14,12 @@ endif
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
 export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE ?= 1
-LAUNCH = $(VENV)/accelerate launch --quiet --config_file '$(ACCELERATE)' --num_processes $(NPROC)
+LAUNCH = $(VENV)/accelerate launch --quiet --config_file '$(ACCELERATE)' --num_processes $(NPROC) $(THREADS)
+# On a CPU, each process gets its share of the cores; accelerate would take the same number and warn.
+CORES = $(shell lscpu --parse=CORE,SOCKET 2>/dev/null | grep -v '^\#' | sort -u | wc -l)
+SHARE = $(shell echo $$(( $(CORES) / $(NPROC) )))
+USES_CPU = $(shell grep -s '^use_cpu: true' '$(ACCELERATE)')
+THREADS = $(if $(OMP_NUM_THREADS),,$(if $(USES_CPU),$(if $(filter-out 0,$(SHARE)),--num_cpu_threads_per_process $(SHARE))))
 # Without OUT and a folder in YAML or ARGS, train.py chooses runs/ and the name of CONFIG; another configuration than that
 # of the run there gets a new folder.
 OUT_FLAG = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')

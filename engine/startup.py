@@ -61,6 +61,9 @@ def begin(is_training=False, has_help=True):
         from engine.task_registry import OPTIONS
 
         show_schema(OPTIONS)
+    if has_help and os.environ.get("RANK", "0") == "0":
+        sys.stdout.write("Importing torch, transformers and datasets: some seconds\n")
+        sys.stdout.flush()
 
 
 def _check_installation():
