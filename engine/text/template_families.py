@@ -20,11 +20,14 @@ MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # such as <|im_start|> and [IN
 
 
 class Probe(NamedTuple):
-    """A chat by which templates are compared. `says`: what a template writes that hides none of it."""
+    """A chat by which templates are compared. `says`: words that a template writes unless it hides a part of the chat.
+
+    `some_reasoning_differs`: the own template may write an empty block of reasoning in the last turn only."""
 
     turns: list[dict]
-    tools: list[dict] | None
-    says: tuple[str, ...]
+    tools: list[dict] | None = None
+    says: tuple[str, ...] = ()
+    some_reasoning_differs: bool = False
 
 
 USER = {"role": "user", "content": "What is in the harbor?"}
@@ -35,26 +38,34 @@ MORE = [{"role": "user", "content": "And behind it?"}, {"role": "assistant", "co
 FUNCTION = {
     "name": "count_boats",
     "description": "Counts boats.",
-    "parameters": {"type": "object", "properties": {"color": {"type": "string"}}, "required": ["color"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"color": {"type": "string"}, "far": {"type": "boolean"}},
+        "required": ["color"],
+    },
 }
 CALL = {
     "id": "abcdef123",  # Mistral's templates want nine characters
     "type": "function",
-    "function": {"name": "count_boats", "arguments": {"color": "green"}},
+    "function": {"name": "count_boats", "arguments": {"color": "green", "far": True}},
 }
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "count_boats", "tool_call_id": "abcdef123", "content": "seven of them"}
 
-PROBES = {
-    "one turn": Probe([USER, ANSWER], None, ()),
-    "several turns": Probe([USER, ANSWER, *MORE], None, ()),
-    "system": Probe([SYSTEM, USER, ANSWER], None, (SYSTEM["content"],)),
-    "tools": Probe(
-        [USER, CALLS, RESULT, ANSWER], [{"type": "function", "function": FUNCTION}], ("Counts boats", "seven of them")
+PROBES = [
+    Probe([USER, ANSWER]),
+    Probe([USER, ANSWER, *MORE], some_reasoning_differs=True),
+    Probe([SYSTEM, USER, ANSWER], says=(SYSTEM["content"],)),
+    Probe(
+        [USER, CALLS, RESULT, ANSWER],
+        tools=[{"type": "function", "function": FUNCTION}],
+        says=("Counts boats", "green", "seven of them"),
+        some_reasoning_differs=True,
     ),
-    "reasoning": Probe([USER, REASONED], None, (REASONED["reasoning_content"],)),
-}
-REASONING_TWICE = Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}], None, ())
+    Probe([USER, REASONED], says=(REASONED["reasoning_content"],)),
+]
+PROMPT = Probe([USER])
+REASONING_TWICE = Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])
 
 
 def family_files() -> dict[str, Path]:
@@ -66,15 +77,15 @@ def family_of(tokenizer: Any) -> str | None:
     """Return the name of the template that writes chats as the tokenizer's own one does; None if there is none.
 
     Empty reasoning in earlier turns may differ, and the date if the own template writes that of today. A chat that the
-    own template refuses, or of which it hides a part, only decides between templates that are equal in all others."""
-    own = {name: _render(tokenizer, probe, None) for name, probe in PROBES.items()}
-    if own["one turn"] is None:
+    own template refuses, or of which it hides a part, only decides between templates that are equal in all others; so
+    does the generation prompt."""
+    own = _Own(tokenizer)
+    if own.texts[0] is None:
         return None
-    has_date = "strftime_now" in _own_template(tokenizer, None)
     equal_probes = {}
     for family, template in _templates(tuple(family_files().values())).items():
-        if _has_markers(template, own["one turn"], tokenizer):
-            equal_probes[family] = _count_equal(tokenizer, template, own, has_date)
+        if own.may_be(template):
+            equal_probes[family] = own.count_equal(template)
     best = max(equal_probes, key=lambda family: equal_probes[family], default=None)
     return best if best is not None and equal_probes[best] else None
 
@@ -82,60 +93,61 @@ def family_of(tokenizer: Any) -> str | None:
 def trains_all_turns(tokenizer: Any) -> bool:
     """Return whether the tokenizer's own template trains chats of several turns, with a system's turn, tools and
     reasoning."""
-    for probe in (*PROBES.values(), REASONING_TWICE):
+    for probe in (*PROBES, REASONING_TWICE):
         try:
             chat = read_chat(probe.turns, probe.tools)
-            render_chat(tokenizer, chat, _own_template(tokenizer, probe.tools))
-        except Exception:  # of the template's own, too
+            render_chat(tokenizer, chat, tokenizer.get_chat_template(tools=probe.tools))
+        except Exception:  # whatever a template raises
             return False
     return True
 
 
-def _count_equal(tokenizer: Any, template: str, own: dict[str, str | None], has_date: bool) -> int:
-    """Return how many probes `template` writes as `own`; 0 if it differs in one that `own` writes completely."""
-    count = 0
-    for name, probe in PROBES.items():
-        text = own[name]
-        if text is None:
-            continue
-        other = _render(tokenizer, probe, template)
-        is_equal = other is not None and _comparable(name, text, has_date) == _comparable(name, other, has_date)
-        if not is_equal and all(part in text for part in probe.says):
-            return 0
-        count += is_equal
-    return count
+class _Own:
+    """What a tokenizer's own template writes, to compare it with others."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.texts = [_render(tokenizer, probe, None) for probe in PROBES]
+        self.prompt = _render(tokenizer, PROMPT, None, add_generation_prompt=True)
+        self.prompt_opens_reasoning = (self.prompt or "").rstrip().endswith("<think>")
+        self.has_date = self.texts[0] is not None and "strftime_now" in tokenizer.get_chat_template()
+
+    def may_be(self, template: str) -> bool:
+        """Return whether the source of a template has all markers of the text: compiling each template takes longer."""
+        by_name = (self.tokenizer.bos_token, self.tokenizer.eos_token)
+        return all(marker in template for marker in MARKER.findall(self.texts[0] or "") if marker not in by_name)
+
+    def count_equal(self, template: str) -> int:
+        """Return how many probes a template writes as the own one; 0 if it differs in one that the own one writes whole."""
+        count = 0
+        for probe, text in zip(PROBES, self.texts, strict=True):
+            if text is None:
+                continue
+            other = _render(self.tokenizer, probe, template)
+            is_equal = other is not None and self._comparable(probe, other) == self._comparable(probe, text)
+            if not is_equal and all(words in text for words in probe.says):
+                return 0
+            count += is_equal
+        return count + (_render(self.tokenizer, PROMPT, template, add_generation_prompt=True) == self.prompt)
+
+    def _comparable(self, probe: Probe, text: str) -> str:
+        """Return a text without what may differ."""
+        if self.has_date:
+            text = DATE.sub("DATE", text)
+        if probe.some_reasoning_differs or self.prompt_opens_reasoning:
+            text = EMPTY_REASONING.sub("", text)
+        return text
 
 
-def _comparable(probe: str, text: str, has_date: bool) -> str:
-    """Return a text without what may differ between a family's template and the tokenizer's own one."""
-    if has_date:
-        text = DATE.sub("DATE", text)
-    if probe in ("several turns", "tools"):  # the own template may write it in the last turn only
-        text = EMPTY_REASONING.sub("", text)
-    return text
-
-
-def _render(tokenizer: Any, probe: Probe, template: str | None) -> str | None:
+def _render(tokenizer: Any, probe: Probe, template: str | None, **options: Any) -> str | None:
     """Return a probe as `template`, or the tokenizer's own one, writes it; None if it refuses the probe."""
-    chat = Chat(probe.turns, [], probe.tools)
+    apply = functools.partial(
+        tokenizer.apply_chat_template, tokenize=False, tools=probe.tools, chat_template=template, **options
+    )
     try:
-        render = choose_render(
-            functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=probe.tools, chat_template=template),
-            chat,
-        )
-        return render(chat.turns)
+        return choose_render(apply, Chat(probe.turns, [], probe.tools))(probe.turns)
     except Exception:  # whatever a template raises
         return None
-
-
-def _has_markers(template: str, text: str, tokenizer: Any) -> bool:
-    """Return whether the source of a template has all markers of a text: compiling all templates would take longer."""
-    by_name = (tokenizer.bos_token, tokenizer.eos_token)
-    return all(marker in template for marker in MARKER.findall(text) if marker not in by_name)
-
-
-def _own_template(tokenizer: Any, tools: list | None) -> str:
-    return tokenizer.get_chat_template(tools=tools)
 
 
 @functools.lru_cache
