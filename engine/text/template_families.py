@@ -132,6 +132,9 @@ class _Own:
 
     def _comparable(self, probe: Probe, text: str) -> str:
         """Return a text without what may differ."""
+        text = text.replace(
+            "&#34;", '"'
+        )  # jinja escapes quotes where a template joins text with one that it calls safe
         if self.has_date:
             text = DATE.sub("DATE", text)
         if probe.some_reasoning_differs or self.prompt_opens_reasoning:

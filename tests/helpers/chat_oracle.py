@@ -3,6 +3,7 @@
 It knows nothing of how templates are rendered: only the marker before the first word of a turn, and the one after its
 last word."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -65,14 +66,14 @@ class Marks(NamedTuple):
 
 
 CHATML = Marks("<|im_start|>assistant\n", ("<|im_end|>",))
-EMPTY_THINK = r"(?:<think>\s*</think>\s*)?"  # may be a target or not: an option of the run decides
+EMPTY_THINK = r"\s*<think>\s*</think>\s*"  # may be a target or not: an option of the run decides
 
 
 class Wrong(AssertionError):
     """The targets, or the text, are not those of the row."""
 
 
-def tokenizer_with(markers: list[str], template: str, eos: str = "</s>") -> PreTrainedTokenizerFast:
+def tokenizer_with(markers: list[str], template: str | None, eos: str = "</s>") -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes, in which each marker is one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -90,20 +91,16 @@ def check_targets(tokenizer, row: list[dict], tools, marks: Marks) -> str:
     """Encode a row, compare its targets with its words, and return its text. Raise Wrong if they differ."""
     ids, labels, _ = encode_chat(tokenizer, row, "row", tools)
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if encoded["input_ids"] != ids:
+        raise Wrong("the text of the ids has other ids")
     expected, optional = _expected_targets(text, row, marks, tokenizer.eos_token)
-    place = 0
-    for token, label in zip(ids, labels, strict=True):
-        length = len(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        places = set(range(place, place + length))
+    for (begin, end), label in zip(encoded["offset_mapping"], labels, strict=True):
+        places = set(range(begin, end))
         is_target = label != IGNORED
-        if places & optional:
-            pass
-        elif is_target != bool(places & expected):
+        if not places & optional and is_target != bool(places & expected):
             what = "is a target" if is_target else "is no target"
-            raise Wrong(f"{text[place : place + length]!r} at {place} {what}: …{text[max(0, place - 60) : place + 60]!r}")
-        place += length
-    if place != len(text):
-        raise Wrong(f"the tokens have {place} characters, the text {len(text)}")
+            raise Wrong(f"{text[begin:end]!r} at {begin} {what}: …{text[max(0, begin - 60) : begin + 60]!r}")
     return text
 
 
@@ -132,7 +129,7 @@ def _expected_targets(text: str, row: list[dict], marks: Marks, eos: str) -> tup
 def _words_of(turn: dict) -> list[str]:
     """Return words of all that a turn says; each stands nowhere else in its row."""
     said = [turn["content"], turn.get("reasoning_content", "")]
-    said += [call["function"]["arguments"]["who"] for call in turn.get("tool_calls", ())]
+    said += [str(call["function"]["arguments"]) for call in turn.get("tool_calls", ())]
     return re.findall(r"\b(?:uq|wa|ro|arg|res|syst)(?:one|two)\b", " ".join(said))
 
 
@@ -145,15 +142,62 @@ def _begin(text: str, first_word: int, marks: Marks) -> tuple[int, int]:
         begin = max(begin, joined + len(marks.joins) if joined >= 0 else -1)
     if begin < 0:
         raise Wrong(f"no header before {text[first_word : first_word + 20]!r}")
-    prompted = re.compile(f"(?:{EMPTY_THINK}{marks.prompted})").match(text, begin)
+    prompted = re.compile(f"(?:{EMPTY_THINK}|{marks.prompted})?").match(text, begin)
     return begin, min(prompted.end(), first_word)
 
 
 def _end(text: str, last_word: int, marks: Marks, eos: str) -> tuple[int, int]:
     """Return where the marker that ends a turn ends, and where the spaces (and the end of the text) after it do."""
-    ends = [text.find(end, last_word) + len(end) for end in marks.ends if text.find(end, last_word) >= 0]
-    if not ends:
+    markers = [marks.ends] if isinstance(marks.ends, str) else [re.escape(end) for end in marks.ends]
+    end = re.compile("|".join(markers)).search(text, last_word)
+    if end is None:
         raise Wrong(f"nothing ends the turn after {text[last_word : last_word + 40]!r}")
-    end = min(ends)
-    spaces = re.compile(rf"\s*(?:{re.escape(eos)}$)?").match(text, end)
-    return end, spaces.end()
+    spaces = re.compile(rf"\s*(?:{re.escape(eos)}$)?").match(text, end.end())
+    return end.end(), spaces.end()
+
+
+# ---- the families that ship -----------------------------------------------------------------------------------------
+
+LLAMA = Marks("<|start_header_id|>assistant<|end_header_id|>\n\n", ("<|eot_id|>",))
+GEMMA = Marks("<start_of_turn>model\n", ("<end_of_turn>",))
+GEMMA4 = Marks("<|turn>model\n", ("<turn|>", "<|tool_response>"), joins="<tool_response|>")
+OPENED = CHATML._replace(prompted=r"<think>\n")
+MISTRAL = Marks("[/INST]", ("</s>",), joins="[/TOOL_RESULTS]")
+DEEPSEEK = Marks("<｜Assistant｜>", ("<｜end▁of▁sentence｜>",), r"<think>\n", joins="<｜tool▁outputs▁end｜>")
+GPT_OSS = Marks("<|start|>assistant", r"(?:(?<=home\.)|(?<=stayed\.)|(?<=\}))(?:<\|return\|>|<\|end\|>|<\|call\|>)")
+FAMILY_MARKS = {
+    "chatml": CHATML,
+    "deepseek_r1": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK._replace(prompted=""),
+    "deepseek_v3_1": DEEPSEEK._replace(prompted=r"</?think>", joins="<｜tool▁output▁end｜>"),
+    "gemma3": GEMMA,
+    "gemma4": GEMMA4,
+    "glm4_5": Marks("<|assistant|>", r"(?=<\|user\|>|<\|observation\|>|$)"),
+    "gpt_oss": GPT_OSS,
+    "llama3": LLAMA,
+    "mistral_v3": MISTRAL,
+    "mistral_v3_spm": MISTRAL,
+    "mistral_v7": MISTRAL,
+    "mistral_v11": MISTRAL,
+    "mistral_v13": MISTRAL,
+    "mistral_v15": MISTRAL,
+    "nemotron_3": OPENED,
+    "nemotron_3_ultra": OPENED,
+    "phi3": Marks("<|assistant|>\n", ("<|end|>",)),
+    "phi4": Marks("<|im_start|>assistant<|im_sep|>", ("<|im_end|>",)),
+    "phi4_mini": Marks("<|assistant|>", ("<|end|>",)),
+    "qwen2_5": CHATML,
+    "qwen3": CHATML,
+    "qwen3_5": OPENED,
+    "qwen3_6": OPENED,
+    "qwen3_instruct": CHATML,
+    "qwen3_thinking": OPENED,
+    "smollm3": CHATML,
+}
+MARKER = re.compile(r"<[|｜/]?[\w▁|｜]+>|<\|\"\|>|<[\w]+[|]>|\[/?[A-Z_]+\]")
+
+
+@functools.cache
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a template, in which all that looks like a marker there is one token."""
+    return tokenizer_with([*MARKER.findall(template), "<|im_start|>", "<|im_end|>"], template)

@@ -1,0 +1,130 @@
+"""Published templates, as the package trl has them: six rows under each train with exact targets, or are refused."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from engine.config.errors import UsageError
+from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
+from tests.helpers import chat_oracle as oracle
+from tests.helpers.chat_oracle import CHATML, ROWS, Marks, check_targets, tokenizer_of
+
+TRL = importlib.util.find_spec("trl")
+if TRL is None:
+    pytest.skip("trl is not installed: pip install -r requirements-extra.txt", allow_module_level=True)
+FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates"
+STOCK = {file.stem: file for file in sorted(FOLDER.glob("*.jinja")) if not file.stem.endswith("_training")}
+
+ASSISTANT = Marks("Assistant:", ("<end_of_utterance>",))
+COHERE = Marks("<|CHATBOT_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",))
+MUSE = Marks("<|start|>assistant", ("<|eot|>", "<|end|>"))
+# Families of other templates than those that ship; the others are found.
+MARKS = {
+    "cohere": COHERE,
+    "cohere2": COHERE._replace(header="<|CHATBOT_TOKEN|><|START_RESPONSE|>"),
+    "diffusion_gemma": oracle.GEMMA4,
+    "gemma4_v2": oracle.GEMMA4,
+    "idefics3": ASSISTANT,
+    "lfm2": CHATML,
+    "lfm2_2_5": CHATML,
+    "lfm2_2_5_v2": CHATML,
+    "lfm2_2_5_vl": CHATML,
+    "lfm2_v2": CHATML,
+    "llama3": oracle.LLAMA,
+    "llava_next": Marks("[/INST]", ("</s>",)),
+    "muse_glimmer": MUSE,
+    "qwen2_5_vl": CHATML,
+    "qwen3_8": oracle.OPENED,
+    "smolvlm": ASSISTANT,
+}
+FAMILIES = {
+    "deepseek_r1_distill": "deepseek_r1",
+    "deepseekv3": "deepseek_r1",  # its prompt opens the reasoning
+    "gemma": "gemma3",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_v3": "gemma4",
+    "gemma4_v4": "gemma4",
+    "gemma4_v5": "gemma4",
+    "glm4moe": "glm4_5",
+    "gptoss": "gpt_oss",
+    "llama3_1": "llama3",
+    "llama3_2": "llama3",
+    "nemotron_3_5_lightning": "nemotron_3_ultra",
+    "nemotron_3_nano": "nemotron_3",
+    "nemotron_3_super": "nemotron_3",
+    "nemotron_3_ultra": "nemotron_3_ultra",
+    "phi3": "phi3",
+    "phi3_5": "phi3",
+    "qwen2_5": "qwen2_5",
+    "qwen3": "qwen3",
+    "qwen3_5_nothink": "qwen3_5",
+    "qwen3_5_think": "qwen3_5",
+    "qwen3_6": "qwen3_6",
+    "qwen3_instruct_2507": "qwen3_instruct",
+    "qwen3_vl": "qwen3_instruct",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """Templates that end no turn, or write the date, warn; that is tested in test_chat.py."""
+    monkeypatch.setattr("engine.text.chat.warn_once", lambda message: None)
+
+
+def marks_of(stock: str) -> Marks:
+    return MARKS[stock] if stock in MARKS else oracle.FAMILY_MARKS[FAMILIES[stock]]
+
+
+def cells(template: str, marks: Marks) -> dict[str, str | None]:
+    """Return the text of each row; None if it is refused. Raise Wrong for targets that are not exact."""
+    texts: dict[str, str | None] = {}
+    for name, (row, tools) in ROWS.items():
+        try:
+            texts[name] = check_targets(tokenizer_of(template), row, tools, marks)
+        except UsageError:
+            texts[name] = None
+    return texts
+
+
+@pytest.mark.parametrize("stock", STOCK)
+def test_each_row_trains_exactly_or_is_refused(stock):
+    """What the own template trains, its family writes alike, but for the date of today, and trains, too."""
+    template = STOCK[stock].read_text(encoding="utf-8")
+    tokenizer = tokenizer_of(template)
+    family = family_of(tokenizer)
+    assert family == FAMILIES.get(stock)
+    own = cells(template, marks_of(stock))
+    assert trains_all_turns(tokenizer) == (None not in own.values())
+    if family:
+        ours = cells(family_files()[family].read_text(encoding="utf-8"), oracle.FAMILY_MARKS[family])
+        for name, text in own.items():
+            assert text is None or DATE.sub("DATE", ours[name]) == DATE.sub("DATE", text), name
+
+
+def test_chats_of_several_turns_train_under_nine_of_ten():
+    """Under the own template where that trains all rows, else under its family's. The mutant has no families."""
+    trained = 0
+    trained_by_own = 0
+    row, tools = ROWS["several turns"]
+    for file in STOCK.values():
+        template = file.read_text(encoding="utf-8")
+        family = family_of(tokenizer_of(template))
+        own_trains = trains(template, row, tools)
+        trained_by_own += own_trains
+        if family and not trains_all_turns(tokenizer_of(template)):
+            trained += trains(family_files()[family].read_text(encoding="utf-8"), row, tools)
+        else:
+            trained += own_trains
+    assert len(STOCK) > 30
+    assert trained >= 0.9 * len(STOCK)
+    assert trained_by_own < 0.9 * len(STOCK)
+
+
+def trains(template: str, row: list[dict], tools) -> bool:
+    try:
+        oracle.encode_chat(tokenizer_of(template), row, "row", tools)
+    except UsageError:
+        return False
+    return True
