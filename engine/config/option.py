@@ -25,7 +25,7 @@ from pydantic import (
     with_config,
 )
 from pydantic.json_schema import SkipJsonSchema
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, is_typeddict
 
 from engine.config.errors import did_you_mean, one_line
 from engine.config.paths import Loader, check_length, expand
@@ -113,7 +113,7 @@ def as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-# ---- the values of the mappings `mixture` and `parameter_groups` -----------------------------------------------------
+# ---- the mappings `mixture`, `parameter_groups` and `gradient_checkpointing` -----------------------------------------
 
 Name = Annotated[str, Field(min_length=1)]
 PathName = Annotated[Name, AfterValidator(_path)]
@@ -139,6 +139,14 @@ class GroupFields(TypedDict, total=False):
 
     lr_factor: Annotated[float, Field(ge=0)]
     weight_decay: Annotated[float, Field(ge=0)]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Recomputation(TypedDict, total=False):
+    """Which activations `gradient_checkpointing` recomputes, and where it keeps what it needs for that."""
+
+    every_n_layers: Annotated[int, Field(ge=1)]
+    offload: bool
 
 
 # ---- adapters of pydantic --------------------------------------------------------------------------------------------
@@ -167,6 +175,12 @@ def _with_rules(type_: Any, rules: Option) -> Any:
     if type_ is dict:
         values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
         return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
+    if is_typeddict(type_):
+        schema = TypeAdapter(
+            type_
+        ).json_schema()  # inline: a reference would not be found in the schema of the run file
+        del schema["title"], schema["description"]
+        return Annotated[type_, BeforeValidator(_mapping), WithJsonSchema(schema)]
     if type_ in (int, float):
         allow_inf_nan = None if type_ is int else False
         bounds = Field(ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below, allow_inf_nan=allow_inf_nan)
@@ -234,18 +248,30 @@ def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:
         return _adapter(cls, name).validate_python(value, context={"from_user": from_user})
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-        in_mapping = dict in get_args(field_types(cls)[name])
-        text = "; ".join(_sentence(problem, declared_options(cls)[name], in_mapping) for problem in problems)
+        parts = get_args(field_types(cls)[name])
+        rules = declared_options(cls)[name]
+        keys = next((part for part in parts if is_typeddict(part)), rules.values)
+        if any(
+            is_typeddict(part) for part in parts
+        ):  # a mapping with wrong keys is meant as no other type of the union
+            of_keys = [problem | {"loc": problem["loc"][1:]} for problem in problems if len(problem["loc"]) > 1]
+            problems = of_keys or problems
+            in_mapping = bool(of_keys)
+        else:
+            in_mapping = dict in parts
+        text = "; ".join(_sentence(problem, rules, keys, in_mapping) for problem in problems)
     except yaml.YAMLError as error:
         text = one_line(error)
     raise ValueError(f"{name}: {text} ({declared_options(cls)[name].help})")
 
 
-def _sentence(problem: Any, rules: Option, in_mapping: bool) -> str:
-    """Return place, value and reason of an error of pydantic, with the nearest name for a choice or a key."""
+def _sentence(problem: Any, rules: Option, keys: Any, in_mapping: bool) -> str:
+    """Return place, value and reason of an error of pydantic, with the nearest name for a choice or a key.
+
+    `keys`: the TypedDict of the mapping or of its values, None if there is none."""
     place = [str(part) for part in problem["loc"] if in_mapping or isinstance(part, int)]  # no types of a union
     if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(place[-1], rules.values.__annotations__)
+        hint = did_you_mean(place[-1], keys.__annotations__)
         return ": ".join([*place, f"unknown field{hint}"])
     value = problem["input"]
     reason = problem["msg"].removeprefix("Value error, ")

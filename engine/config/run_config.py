@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, Auto, GroupFields, Source, declared_options, option
+from engine.config.option import AS_GIVEN, Auto, GroupFields, Recomputation, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
 SCHEDULES = (
@@ -257,8 +257,11 @@ class RunConfig:
         group="performance",
         from_checkpoint=False,  # eval.py compiles no layers
     )
-    gradient_checkpointing: bool = changeable(
-        "recompute activations in the backward pass: far less memory, a third slower", False
+    gradient_checkpointing: bool | Recomputation = changeable(
+        "recompute activations in the backward pass: far less memory, a third slower; {every_n_layers: 2}: only those of "
+        "every second layer; {offload: true}: what recomputing needs waits in host memory",
+        False,
+        from_checkpoint=False,  # eval.py computes no gradients
     )
     profile_steps: list[int] = changeable(
         "first and last step to profile on rank 0: RUN/profile/ gets a table of operations and a trace",

@@ -1,4 +1,4 @@
-"""Memory of a device, as the plan estimates it: weights, gradients and optimizer moments, without activations.
+"""Memory of a device, as the plan estimates it: weights, gradients, optimizer moments, and inputs of recomputed layers.
 
 docs/scaling.md explains the arithmetic. Tests: tests/engine/loop/test_memory.py.
 """
@@ -12,6 +12,8 @@ from engine.config.addons import load_addon
 from engine.config.optimizer_class import find_optimizer, normalized
 from engine.config.run_config import RunConfig
 from engine.distributed.init_accelerator import sharding_of_launch
+from engine.models.compile_and_recompute import recomputing_layers
+from engine.models.config_and_tokenizer import config_value, text_config
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -35,11 +37,11 @@ def optimizer_moments(cfg: RunConfig) -> int:
 
 
 def describe_memory(
-    cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], copies: int = 0
+    cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], copies: int = 0, longest: int = 0
 ) -> str:
     """Return one line: the memory per device under this launch's backend.
 
-    `copies`: copies of the trained weights that techniques have."""
+    `copies`: copies of the trained weights that techniques have. `longest`: tokens of the longest row, 0 if unknown."""
     addons = [name for name in sharding_of_launch() if name != "FSDP"]
     if addons:  # the add-on has accelerate's name
         addon = load_addon("backends", addons[0].lower())
@@ -49,7 +51,44 @@ def describe_memory(
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
     size = format_size(sum(sizes.values()))
     place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
-    return f"{size} {place} for weights, gradients and optimizer; plus activations: a short run shows them (docs/scaling.md)"
+    kept = describe_activations(cfg, model, format_size, longest)
+    return f"{size} {place} for weights, gradients and optimizer; plus activations: {kept} (docs/scaling.md)"
+
+
+def describe_activations(
+    cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], longest: int
+) -> str:
+    """Return which activations a micro-batch keeps until its backward pass, with the bytes of the inputs of layers that
+    recompute. What else it keeps depends on kernels and is not counted."""
+    short_run = "a short run shows them"
+    recomputed = recomputing_layers(model) if cfg.gradient_checkpointing is not False else []
+    if not recomputed:
+        return short_run
+    kinds = {type(layer) for layer in recomputed}
+    layers = [module for module in model.modules() if type(module) in kinds]
+    size = input_bytes(cfg, model, longest)
+    known = f" (up to {format_size(size * len(recomputed))})" if size else ""
+    grade = cfg.gradient_checkpointing
+    place = " in host memory" if isinstance(grade, dict) and grade.get("offload") else ""
+    others = "all of the other layers" if len(layers) > len(recomputed) else "all of one layer at a time"
+    return f"the inputs of {len(recomputed)} of {len(layers)} layers{place}{known}, and {others}: {short_run}"
+
+
+def input_bytes(cfg: RunConfig, model: torch.nn.Module, longest: int) -> int:
+    """Return the bytes of the hidden states that a layer gets for a full micro-batch; 0 if they are not known."""
+    hidden = config_value(text_config(model.config), "hidden_size") if hasattr(model, "config") else None
+    if cfg.per_device_batch_tokens:
+        tokens = cfg.per_device_batch_tokens
+    elif isinstance(cfg.per_device_batch_size, int):
+        tokens = cfg.per_device_batch_size * longest
+    else:
+        tokens = 0
+    if not isinstance(hidden, int):
+        return 0
+    # FSDP2 and ZeRO cast the hidden states, autocast of DDP only products.
+    in_16_bits = _env("ACCELERATE_MIXED_PRECISION", "no") in ("bf16", "fp16") and bool(sharding_of_launch())
+    width = 2 if in_16_bits else getattr(torch, cfg.dtype).itemsize
+    return tokens * hidden * width
 
 
 def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:

@@ -18,15 +18,19 @@ from engine.loop.techniques import Techniques
 SAVED = ("checkpoints", "final")  # folders of a run
 
 
-def size_rows(cfg: RunConfig, model: ModelWithLoss, techniques: Techniques, total: int) -> dict[str, str]:
-    """Return the rows of the plan of a run of `total` steps that say how large it is. Warn if the disk is too small."""
+def size_rows(
+    cfg: RunConfig, model: ModelWithLoss, techniques: Techniques, total: int, longest: int = 0
+) -> dict[str, str]:
+    """Return the rows of the plan of a run of `total` steps that say how large it is. Warn if the disk is too small.
+
+    `longest`: tokens of the longest row, 0 if unknown."""
     parameters, trainable = memory.count_parameters(model.model)
     saved, _ = memory.count_parameters(model.task.saved(model.model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
     _warn_of_full_disk(Path(cfg.output_dir), disk)
     return {
         "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
-        "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step),
+        "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step, longest),
         "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
     }
 

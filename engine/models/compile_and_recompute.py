@@ -3,6 +3,7 @@
 Tests: tests/engine/models/test_compile_and_recompute.py.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from engine.config.add_on import AddOn, overrides
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError, one_line, warn
+from engine.config.option import Recomputation
 from engine.config.run_config import RunConfig
 from engine.process import private_apis
 
@@ -21,16 +23,51 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: boo
     `one_width`: all rows have one width. Then torch compiles each shape on its own, unless something else changes shapes
     (`shapes_repeat`). By default, when torch meets a second shape it recompiles for all shapes, and those kernels are
     slower."""
-    if cfg.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
-        # The reentrant form would all-reduce DDP gradients twice. Recomputation uses the same dropout masks.
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    if cfg.gradient_checkpointing is not False:
+        recompute_activations(model, cfg.gradient_checkpointing)
     if cfg.compile:
         for layer in repeated_layers(model):
             # In place: torch.compile(layer) would rename all parameters to _orig_mod.…
             layer.compile(dynamic=False if one_width and shapes_repeat(cfg) else None)
     return model
+
+
+def recompute_activations(model: torch.nn.Module, given: bool | Recomputation) -> None:
+    """Recompute activations in the backward pass, all of them or as the mapping `given` says.
+
+    Raise UsageError for a model that cannot, or that would ignore the mapping."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
+    # The reentrant form would all-reduce DDP gradients twice. Recomputation uses the same dropout masks.
+    arguments = {"use_reentrant": False}
+    if isinstance(given, bool):
+        model.activation_checkpointing_enable(arguments)
+        return
+    grade = dict(given)
+    if grade.get("offload") and not has_device_memory():  # transformers 5.23 would ask for pinned memory, and fail
+        grade["offload"] = False
+        warn("gradient_checkpointing: offload is ignored, because on a CPU activations are in host memory already")
+    names = inspect.signature(model.activation_checkpointing_enable).parameters
+    if "every_n_layers" in names:
+        model.activation_checkpointing_enable(arguments, **grade)
+    if not recomputing_layers(model):
+        raise UsageError(
+            f"gradient_checkpointing: {type(model).__name__} is no model of transformers with layers that can recompute "
+            "one by one, so it would ignore every_n_layers and offload: set it to true or false"
+        )
+
+
+def has_device_memory() -> bool:
+    """Return whether this machine has an accelerator, with memory of its own."""
+    return torch.accelerator.is_available()
+
+
+def recomputing_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers that transformers recomputes one by one: each keeps only its input."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if layer.gradient_checkpointing]
 
 
 def shapes_repeat(cfg: RunConfig) -> bool:

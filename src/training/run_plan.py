@@ -12,6 +12,7 @@ from engine.data.prepared_split import data_notes, format_stats
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
+from engine.models.compile_and_recompute import compile_and_recompute
 from engine.process.console import table
 from engine.task import Task
 from src.fields import RunConfig
@@ -32,7 +33,8 @@ def plan_table(
         rows |= addon.plan_rows(cfg, model.task, train_set, total, rows)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {format_rates(cfg, lr_at, total)}"
     rows |= techniques.plan()
-    return rows | size_rows(cfg, model, techniques, total)
+    longest = train_set.stats.get("longest") if model.task.unit == "tokens" else None
+    return rows | size_rows(cfg, model, techniques, total, longest or 0)
 
 
 def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:
@@ -99,6 +101,7 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     empty = "empty" in inspect.signature(task.build).parameters  # only sharded runs of a fork need it
     model = ModelWithLoss(task.build_model(empty=True) if empty else task.build_model(), task)
     techniques.change_model(model, cfg)
+    compile_and_recompute(model.model, cfg)
     make_optimizer(cfg, model, fused=False)  # freezes parameters
     lr_at = make_schedule(cfg, num_steps)
     print(table(plan_table(cfg, datasets, model, techniques, lr_at, num_steps)))

@@ -184,6 +184,14 @@ def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
     assert 0 < run.kind("train")[-1]["graphs"] <= 8
 
 
+def test_offloaded_activations_leave_all_bits(recipe, float32, tmp_path):
+    grade = json.dumps({"every_n_layers": 2, "offload": True})
+    run = launched(tmp_path / "run", recipe(gradient_checkpointing=grade))
+    assert "offload is ignored" not in run.text
+    assert run.losses() == float32.losses()
+    assert kit.same(run.weights, float32.weights)
+
+
 def test_evaluation_uses_the_kernels_of_training(recipe, tmp_path):
     """Products in TF32, attention of rows of many lengths without cuDNN, layers uncompiled and the loss compiled."""
     run = launched(tmp_path / "run", recipe(tf32=True, compile=True))

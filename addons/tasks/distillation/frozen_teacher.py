@@ -15,6 +15,7 @@ from engine.config.errors import UsageError
 from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.models.build_model import build_model
+from engine.models.compile_and_recompute import recompute_activations
 from engine.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
 from engine.models.model_checks import check_packing, has_plain_lm_head
 from engine.process import private_apis
@@ -66,9 +67,10 @@ class StudentAndTeacher(torch.nn.Module):
     def supports_gradient_checkpointing(self) -> bool:
         return getattr(self.student, "supports_gradient_checkpointing", False)
 
-    def activation_checkpointing_enable(self, arguments: dict) -> None:
+    def activation_checkpointing_enable(self, arguments: dict, every_n_layers: int = 1, offload: bool = False) -> None:
         """Recompute activations of the student; the teacher keeps none."""
-        self.student.activation_checkpointing_enable(arguments)
+        is_plain = every_n_layers == 1 and not offload
+        recompute_activations(self.student, is_plain or {"every_n_layers": every_n_layers, "offload": offload})
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.student.get_output_embeddings()

@@ -117,6 +117,13 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
         (["--parameter_groups", "{x: {lr_facto: 2}}"], ["x: lr_facto: unknown field; did you mean lr_factor?"]),
+        (
+            ["--gradient_checkpointing", "{every_n_layer: 2}"],
+            ["every_n_layer: unknown field; did you mean every_n_layers?"],
+        ),
+        (["--gradient_checkpointing", "{every_n_layers: 0}"], ["--gradient_checkpointing: every_n_layers: 0: ", "1 ("]),
+        (b"gradient_checkpointing: {offload: 3}", ["run.yaml: gradient_checkpointing: offload: 3: "]),
+        (["--gradient_checkpointing", "some"], ["--gradient_checkpointing: 'some': ", "boolean", "{NAME: VALUE, …}"]),
         (["--task", "casual_lm"], ["task: ", "'casual_lm'; did you mean causal_lm?"]),
         (["--norm", "true"], ["--norm: ", "plain", "causal_lm"]),
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),

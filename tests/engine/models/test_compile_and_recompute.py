@@ -1,14 +1,21 @@
 """Compiled layers, recomputed activations and compressed gradients: what they do to the numbers."""
 
+import json
+
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from transformers import modeling_utils
 
 import train
+from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
+from engine.loop.memory import describe_activations, input_bytes
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.models.compile_and_recompute import compile_and_recompute
+from engine.models import compile_and_recompute as compile_and_recompute_module
+from engine.models.compile_and_recompute import compile_and_recompute, recomputing_layers
 from engine.models.varlen_attention import document_bounds
 from tests.helpers import backend_runs, kit
 
@@ -137,6 +144,118 @@ def test_recomputation_has_the_same_dropout_under_ddp_with_accumulation(files, t
     run = kit.run_training(2, tmp_path / "run", *flags, "--gradient_checkpointing", "true")
     assert run.losses() == pytest.approx(kept.losses(), rel=1e-12)
     assert kit.distance(run.weights, kept.weights) <= 1e-10
+
+
+def _offload_without_an_accelerator() -> list:
+    """Let this process offload as on a GPU, but to memory that is not pinned; return a list with an item a call."""
+    calls, save_on_cpu = [], torch.autograd.graph.save_on_cpu
+    modeling_utils.save_on_cpu = lambda **_: calls.append(1) or save_on_cpu()
+    compile_and_recompute_module.has_device_memory = lambda: True
+    return calls
+
+
+def _offloaded(argv) -> int:
+    """Train; return how many layers were offloaded."""
+    calls = _offload_without_an_accelerator()
+    train.main([str(word) for word in argv])
+    return len(calls)
+
+
+GRADES = [{"every_n_layers": 2}, {"offload": True}, {"every_n_layers": 2, "offload": True}]
+
+
+@pytest.mark.parametrize("name, world, grades", [(None, 1, GRADES), (None, 2, GRADES[2:]), ("fsdp2", 2, GRADES[2:])])
+def test_every_grade_of_recomputation_leaves_all_bits(files, tmp_path, name, world, grades):
+    """With dropout, and a resume that changes the grade."""
+    flags = recipe(files, "gpt2.yaml", save_steps=3)
+    env = backend_runs.where(name, world) if name else None
+    kept = kit.run_training(world, tmp_path / "kept", *flags, env=env)
+    for number, grade in enumerate(grades):
+        folder = tmp_path / f"run{number}"
+        argv = [*flags, "--gradient_checkpointing", json.dumps(grade), "--output_dir", folder]
+        calls = kit.spawn(world, _offloaded, argv, out=tmp_path / f"out{number}", env=env)
+        assert all(calls) == bool(grade.get("offload"))
+        assert kit.Run(folder).losses() == kept.losses()
+        assert kit.same(kit.Run(folder).weights, kept.weights)
+    folder = kit.rewind(folder, 3)
+    assert kit.same(kit.run_training(world, folder, *flags, env=env).weights, kept.weights)
+
+
+def _layer_calls(model, task, rows) -> list[int]:
+    """Train on `rows`; return how often each layer is computed."""
+    calls = [0] * len(model.transformer.h)
+    for number, layer in enumerate(model.transformer.h):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    ModelWithLoss(model, task)(task.collate(rows, True).inputs)["loss"].backward()
+    return calls
+
+
+@pytest.mark.parametrize(
+    "grade, calls",
+    [
+        ({}, [2, 2, 2]),
+        ({"offload": True}, [2, 2, 2]),
+        ({"every_n_layers": 2}, [2, 1, 2]),
+        ({"every_n_layers": 4}, [2, 1, 1]),
+    ],
+)
+def test_grade_says_which_layers_are_recomputed_and_what_waits_on_the_host(files, tmp_path, monkeypatch, grade, calls):
+    three = kit.write_yaml(tmp_path / "three.yaml", {**yaml.safe_load((files / "gpt2.yaml").read_text()), "n_layer": 3})
+    task, splits = kit.open_data(model_config=three, train_file=files / "train.jsonl")
+    cfg = RunConfig(gradient_checkpointing=grade, per_device_batch_size=8)
+    for module, name in ((modeling_utils, "save_on_cpu"), (compile_and_recompute_module, "has_device_memory")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored at the end
+    moved = _offload_without_an_accelerator()
+    model = compile_and_recompute(task.build(), cfg).train()
+    inputs = []
+    for layer in recomputing_layers(model):
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].nbytes))
+    rows = [splits["train"].rows([0])[0]] * 8
+    longest = len(rows[0]["input_ids"])
+    assert _layer_calls(model, task, rows) == calls
+    assert len(inputs) == calls.count(2)
+    assert len(moved) == (3 if grade.get("offload") else 0)
+    assert sum(inputs) == calls.count(2) * input_bytes(cfg, model, longest)
+    text = describe_activations(cfg, model, str, longest)
+    assert f"the inputs of {calls.count(2)} of 3 layers" in text
+    assert f"(up to {sum(inputs)})" in text
+    assert ("in host memory" in text) == bool(grade.get("offload"))
+
+
+class PlainModel(torch.nn.Linear):
+    supports_gradient_checkpointing = True
+
+    def activation_checkpointing_enable(self, arguments):
+        self.is_recomputed = True
+
+
+def test_offload_on_a_cpu_is_ignored_with_a_warning(files, capsys):
+    task, _ = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl")
+    compile_and_recompute(task.build(), RunConfig(gradient_checkpointing={"offload": True}))
+    assert ("offload is ignored" in capsys.readouterr().err) == (not torch.accelerator.is_available())
+
+
+def test_model_that_would_ignore_the_mapping_is_refused():
+    model = PlainModel(2, 2)
+    with pytest.raises(UsageError, match=r"gradient_checkpointing: PlainModel .* every_n_layers and offload"):
+        compile_and_recompute(model, RunConfig(gradient_checkpointing={"every_n_layers": 2}))
+    assert not hasattr(model, "is_recomputed")
+    assert compile_and_recompute(model, RunConfig(gradient_checkpointing=True)).is_recomputed
+    with pytest.raises(UsageError, match="gradient_checkpointing: Linear"):
+        compile_and_recompute(torch.nn.Linear(2, 2), RunConfig(gradient_checkpointing={}))
+
+
+def _compiled_and_offloaded(argv) -> int:
+    calls = _offload_without_an_accelerator()
+    _compiled(argv)
+    return len(calls)
+
+
+def test_compiled_layers_take_every_grade(files, plain, tmp_path):
+    grade = json.dumps(GRADES[2])
+    argv = recipe(files, pad_to_multiple_of=32, compile=True, gradient_checkpointing=grade, output_dir=tmp_path / "run")
+    assert kit.spawn(1, _compiled_and_offloaded, argv, out=tmp_path / "out")[0]
+    assert kit.Run(tmp_path / "run").losses() == pytest.approx(plain.losses(), rel=1e-12)
 
 
 def _hooked(argv) -> int:
