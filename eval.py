@@ -25,7 +25,7 @@ from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
 from src.training.environment import topology
-from src.training.evaluation import evaluate
+from src.training.evaluation import answer_samples, evaluate
 from src.training.training_model import choose_kernels
 
 
@@ -65,10 +65,11 @@ def evaluate_and_report(
     model = ModelWithLoss(backend.build_model(task, weights), task)
     module = backend.prepare_for_evaluation(model)
     metrics = evaluate(backend, module, task, split, cfg)
+    samples = answer_samples(backend, module, task, cfg) or []
     if accelerator.is_main_process:
         rows = topology(backend, cfg, training=False) | {"model": cfg.model_name_or_path}
         print(table(rows), end="\n\n")
-        write_evaluation(Path(cfg.output_dir), step, metrics)
+        write_evaluation(Path(cfg.output_dir), step, metrics, samples)
     accelerator.wait_for_everyone()
 
 

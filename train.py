@@ -82,6 +82,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     gradient = backend.wrap_gradient(gradient)  # running statistics; dummy batches; on 3 DDP ranks the first one twice
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
     evaluate = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
+    answer_samples = partial(evaluation.answer_samples, backend, module, task, cfg, signals)
     module.train()
 
     while True:
@@ -91,8 +92,10 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
         if due.evaluate():
             with run.meter.paused():
                 metrics = techniques.evaluate(evaluate(), evaluate)  # None if a stop request interrupted it
-            if metrics:
+                samples = answer_samples() if metrics else None  # answers to `sample_prompts`; None likewise
+            if metrics and samples is not None:
                 logger.eval_line(metrics)
+                logger.sample_lines(samples)
                 checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
                     logger.train_line()

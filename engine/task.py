@@ -45,6 +45,7 @@ class Task:
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
     json_columns: tuple[str, ...] = ("messages", "tools")  # raw columns that may hold several types; others are refused
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
+    generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
 
     def __init__(self, cfg: Any, options: Any):
@@ -110,6 +111,23 @@ class Task:
 
     def on_train_data(self, train_set: Any) -> None:
         """Store what the loss needs to know of all training rows, such as the number of each class."""
+
+    def on_validation_data(self, split: Any) -> None:
+        """Store what an evaluation needs to know of all validation rows, such as the prompts to answer; None: there are
+        none. Raise UsageError if an option needs some."""
+
+    def answer(
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        """Return the tokens generated after each prompt of `inputs`, (rows, max_new_tokens), filled up with -100.
+
+        Only a task with an attribute `generation` needs it; see engine/models/generation.py. `settings` are those of
+        transformers' `generate`."""
+        raise NotImplementedError
+
+    def answer_metrics(self, answers: list[str], references: list[str]) -> dict[str, float]:
+        """Return the metrics of generated answers, given the expected ones."""
+        return {}
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""

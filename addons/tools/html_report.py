@@ -19,6 +19,7 @@ import yaml
 from engine.config.errors import UsageError
 from engine.config.paths import path_of_flag
 from engine.config.run_config import RunConfig, best_by
+from engine.models.prompts import prompt_in_words
 from engine.process.exit_codes import run_main
 from engine.storage import jsonl
 from engine.storage.atomic_folder import rewrite
@@ -32,6 +33,7 @@ FIGURES = [  # title, label of the y-axis ({unit}: what the task counts), {kind 
     ("Padding", "share of the {unit} in a micro-batch", {"train": "padding"}),
 ]
 DIGITS, ALL = 5, 17  # of a number in tables and figures; metrics.jsonl has all
+SHOWN_STEPS = 5  # evaluations with their answers to sample_prompts
 LONGEST_NAME = 200  # bytes of the name of a report on several runs
 STYLE = """:root { color-scheme: light dark } h1 { margin-bottom: 0; overflow-wrap: anywhere }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em }
@@ -39,6 +41,7 @@ figure { display: inline-block; width: 49%; min-width: min(24em, 100%); margin: 
 table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1em } th { text-align: left }
 td, th { padding: .1em 1.5em .1em 0; vertical-align: top; font-variant-numeric: tabular-nums }
 td:first-child { opacity: .7 } td + td { overflow-wrap: anywhere }
+.texts td + td, .texts th { white-space: pre-wrap; overflow-wrap: anywhere }
 @media (prefers-color-scheme: dark) { svg { filter: invert(.9) hue-rotate(180deg) } }"""
 
 
@@ -59,6 +62,7 @@ def write(*folders: Path) -> Path:
     body = [ranking(runs, best), *figures(runs, best)]
     for kind in ("train", "eval"):
         body.append(section(f"Last {kind} line", {name: run[kind][-1] for name, run in runs.items() if run[kind]}))
+    body.append(samples(runs))
     body.append(section("Environment", {name: run["environment"] for name, run in runs.items()}))
     body.append(section("Configuration", {name: run["config"] for name, run in runs.items()}, digits=ALL))
     title = html.escape(" and ".join(runs))
@@ -80,7 +84,7 @@ def read(folder: Path) -> dict:
     lines = [line for line in jsonl.read_lines(folder / "metrics.jsonl") if "kind" in line]
     if not lines:
         raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
-    run = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
+    run = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "sample")}
     environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
     file = folder / "config.yaml"
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"config.yaml": "missing"}
@@ -193,6 +197,25 @@ def draw(title: str, unit: str, curves: dict[str, list[tuple]], stars: dict[str,
     figure.savefig(drawing, format="svg", metadata={"Date": None}, transparent=True)
     text = drawing.getvalue()
     return text[text.index("<svg") :]
+
+
+# ---- answers to sample_prompts -------------------------------------------------------------------------------------------
+
+
+def samples(runs: dict[str, dict]) -> str:
+    """Return a table with each prompt and the answers of the last SHOWN_STEPS evaluations, the newest first."""
+    rows = []
+    for name, run in runs.items():
+        steps = sorted({line["step"] for line in run["sample"]})[-SHOWN_STEPS:]
+        prompts: dict[str, dict[int, str]] = {}  # by prompt: answers by step
+        for line in run["sample"]:
+            prompts.setdefault(prompt_in_words(line["prompt"]), {})[line["step"]] = line["answer"]
+        for prompt, answers in prompts.items():
+            heading = f"{name}: {prompt}" if len(runs) > 1 else prompt
+            rows.append(f"<tr><th colspan=2>{html.escape(heading)}")
+            shown = [step for step in reversed(steps) if step in answers]
+            rows += [f"<tr><td>step {step:,}<td>{html.escape(answers[step])}" for step in shown]
+    return f"<h2>Answers to sample_prompts</h2><table class=texts>{''.join(rows)}</table>" if rows else ""
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------------

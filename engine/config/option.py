@@ -208,7 +208,9 @@ def json_schema(cls: type) -> dict[str, dict]:
     schemas = {name: _adapter(cls, name).json_schema() for name in field_types(cls)}
     for schema in schemas.values():
         if schema.get("type") == "array":  # one value stands for a list with one item
-            schema["type"] = ["array", schema["items"]["type"]]
+            items = schema["items"]
+            others = [each["type"] for each in items.get("anyOf", [items]) if each["type"] != "array"]
+            schema["type"] = ["array", *others]
     return schemas
 
 

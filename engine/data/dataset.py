@@ -60,6 +60,8 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
         if parts:
             splits[split] = _join(cfg, split, parts)
     _check(cfg, splits, wanted)
+    if "validation" in wanted:
+        task.on_validation_data(splits.get("validation"))
     if "train" in splits:
         task.on_train_data(splits["train"])
         splits["train"].stats |= task_stats(task)

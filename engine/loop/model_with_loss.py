@@ -3,7 +3,8 @@
 Tests: tests/src/test_step.py and tests/conformance/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +22,7 @@ class ModelWithLoss(torch.nn.Module):
         self.model = model
         self.task = task
         self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
+        self.answer: Callable[..., torch.Tensor] | None = None  # within `answering`, instead of any loss
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
         self.tied = tied_names(model)
 
@@ -32,7 +34,20 @@ class ModelWithLoss(torch.nn.Module):
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
+    @contextmanager
+    def answering(self, answer: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Within, a call returns the `generated` tokens of `answer(model, inputs)`.
+
+        They are generated within a call of this module because that gathers the weights of a sharded one."""
+        self.answer = answer
+        try:
+            yield
+        finally:
+            self.answer = None
+
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.answer is not None:
+            return {"generated": self.answer(self.model, inputs)}
         loss = self.training_loss if self.training and self.training_loss else self.task.loss
         return loss(self.model, inputs)
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from engine.loop.meter import StepTotals
 from engine.loop.profiler import step_profiler
 from engine.loop.trackers import Trackers
 from engine.loop.train_state import Intervals, Run, TrainState, plain_number
+from engine.models.prompts import prompt_in_words
 from engine.process import console, run_status
 from engine.process.exit_codes import record_exit_in
 from engine.storage import atomic_folder, hub, jsonl
@@ -132,6 +134,19 @@ class RunRecord:
             self.trackers.add(line)
         self.console.line(line)
 
+    def write_samples(self, samples: list[dict]) -> None:
+        """Append a line of `kind` sample to metrics.jsonl for each {"prompt", "answer"}; print them, and send them to the
+        trackers that take texts."""
+        if not self.is_main or not samples:
+            return
+        for sample in samples:
+            self.metrics.add({"kind": "sample", "step": self.state.step} | sample)
+        self.metrics.try_flush()
+        in_words = [(prompt_in_words(sample["prompt"]), sample["answer"]) for sample in samples]
+        if self.trackers:
+            self.trackers.add_samples(in_words, self.state.step)
+        self.console.samples(self.state.step, in_words)
+
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
         """Print the summary, the task's sample and the last eval line; write status.json."""
         self.say(summary)
@@ -154,7 +169,9 @@ class RunRecord:
 
 def _is_before(line: dict, state: TrainState) -> bool:
     """Return True if a line of metrics.jsonl describes work that `state` already includes."""
-    done = {"train": state.logged, "eval": state.evaluated}.get(str(line.get("kind")), state.step)
+    done = {"train": state.logged, "eval": state.evaluated, "sample": state.evaluated}.get(
+        str(line.get("kind")), state.step
+    )
     return line["step"] < state.step or (line["step"] == state.step == done)
 
 
@@ -168,11 +185,13 @@ def _git(*words: str) -> str:
     return done.stdout
 
 
-def write_evaluation(folder: Path, step: int | None, metrics: dict[str, Any]) -> None:
-    """Print the metrics of an evaluation, and write them to eval.json in `folder`."""
+def write_evaluation(folder: Path, step: int | None, metrics: dict[str, Any], samples: Sequence[dict] = ()) -> None:
+    """Print the metrics of an evaluation, and write them to eval.json in `folder`; print the answers to sample prompts."""
     line = jsonl.strict_json({"kind": "eval", "step": step} | metrics)
     rows = {name: console.exact(value) for name, value in line.items() if name != "kind"}
     print(console.table(rows))
+    for sample in samples:
+        print(f"\n{console.sample(prompt_in_words(sample['prompt']), sample['answer'])}")
     with writes_to(folder, "output_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         atomic_folder.rewrite(folder / "eval.json", json.dumps(line, allow_nan=False) + "\n")

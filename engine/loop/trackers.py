@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Trackers:
         """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
 
         Their packages must be imported before dataloader workers are forked."""
-        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step) of each line; None ends the thread
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (what, values, step); None ends the thread
         self.started = threading.Event()
         self.deadline = math.inf  # a second close() cannot extend the first one's wait
         self.busy = ""  # the tracker that was called last
@@ -56,7 +57,11 @@ class Trackers:
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
                 values[f"{line['kind']}/{name}"] = value
-        self.queue.put((values, line["step"]))
+        self.queue.put(("log", values, line["step"]))
+
+    def add_samples(self, samples: list[tuple[str, str]], step: int) -> None:
+        """Queue prompts with their answers: a table for a tracker that has tables, texts for TensorBoard; return at once."""
+        self.queue.put(("samples", samples, step))
 
     def close(self, seconds: float | None = None) -> bool:
         """Close all trackers; return True if they closed within `seconds` (default TIMEOUT) of the first call."""
@@ -82,9 +87,10 @@ class Trackers:
             trackers += accelerator.trackers
         accelerator.trackers = trackers  # for accelerator.get_tracker
         self.started.set()
-        for values, step in iter(self.queue.get, None):
+        for what, values, step in iter(self.queue.get, None):
             for tracker in trackers:  # as in accelerator.log
-                self._try(tracker.name, tracker.log, values, step=step)
+                log = tracker.log if what == "log" else partial(log_samples, tracker)
+                self._try(tracker.name, log, values, step=step)
         for tracker in trackers:
             self._try(tracker.name, tracker.finish)
 
@@ -97,6 +103,16 @@ class Trackers:
             if name not in self.failed:
                 self.failed.add(name)
                 warn(f"report_to: {name} failed ({type(error).__name__}: {one_line(error)}); training continues")
+
+
+def log_samples(tracker: Any, samples: list[tuple[str, str]], step: int) -> None:
+    """Log prompts with their answers, if the tracker takes texts."""
+    if hasattr(tracker, "log_table"):  # wandb, clearml
+        tracker.log_table("samples", columns=["prompt", "answer"], data=[[*each] for each in samples], step=step)
+    elif tracker.name == "tensorboard":
+        for i, (prompt, answer) in enumerate(samples):
+            indented = [f"    {line}" for line in (*prompt.splitlines(), "", *answer.splitlines())]  # code, in Markdown
+            tracker.log({f"sample/{i}": "\n".join(indented)}, step=step)
 
 
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:

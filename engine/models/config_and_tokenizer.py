@@ -181,21 +181,30 @@ def check_fit(
     source = cfg.model_name_or_path or cfg.model_config
     text = text_config(config)
     size = config_value(text, "vocab_size")
-    limit = config_value(text, "max_position_embeddings")
+    limit = position_limit(config)
     if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
         raise UsageError(
             f"{source}: vocab_size is {size}, but the tokenizer {cfg.tokenizer_name or source} has {len(tokenizer)} "
             "tokens: its ids would be outside the embedding; use the model's own tokenizer or a larger vocab_size"
         )
-    if not isinstance(limit, int) or limit <= 0:  # a model without a limit has none, or -1
+    if limit is None:
         return max_length or DEFAULT_MAX_LENGTH
-    if text.model_type in POSITIONS_AFTER_PADDING:
-        limit -= 1 + (config_value(text, "pad_token_id") or 0)
     if max_length and max_length > limit:
         raise UsageError(
             f"{option} is {max_length}, but {source} has {limit} positions: give at most --{option} {limit}"
         )
     return max_length or min(DEFAULT_MAX_LENGTH, limit)
+
+
+def position_limit(config: "PreTrainedConfig") -> int | None:
+    """Return how many positions a model has, or None if it tells no limit."""
+    text = text_config(config)
+    limit = config_value(text, "max_position_embeddings")
+    if not isinstance(limit, int) or limit <= 0:  # a model without a limit has none, or -1
+        return None
+    if text.model_type in POSITIONS_AFTER_PADDING:
+        limit -= 1 + (config_value(text, "pad_token_id") or 0)
+    return limit
 
 
 def vocabulary_size(cfg: RunConfig, config: "PreTrainedConfig") -> int:

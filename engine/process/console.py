@@ -110,6 +110,10 @@ class Console:
             texts = [f"{name} {number(numbers[name])}" for name in numbers if name not in ("step", "epoch")]
             stamped(f"evaluation at step {step}: {', '.join(texts)}")
 
+    def samples(self, step: int, samples: list[tuple[str, str]]) -> None:
+        """Print prompts and their answers."""
+        stamped("\n".join([f"samples at step {step}:", *(sample(*each) for each in samples)]))
+
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +130,13 @@ def number(value: float | None) -> str:
 def exact(value) -> str:
     """Format a number with all its digits."""
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def sample(prompt: str, answer: str) -> str:
+    """Format a prompt and its answer, indented."""
+    lines = [f"  > {line}" for line in prompt.splitlines()]
+    lines += [f"    {line}" for line in answer.splitlines() or ["(no text)"]]
+    return "\n".join(lines)
 
 
 def table(rows: dict) -> str:

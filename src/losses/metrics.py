@@ -1,4 +1,4 @@
-"""Metrics of the rows of an evaluation: F1, Pearson and Spearman correlation; an add-on of addons/metrics/ loads all others.
+"""Metrics of the rows of an evaluation: exact match, F1, Pearson and Spearman correlation; an add-on of addons/metrics/ loads all others.
 
 Tests: tests/src/tasks/test_text_classification.py and tests/addons/metrics/test_evaluate.py.
 """
@@ -43,7 +43,13 @@ def ranks(values) -> np.ndarray:
     return ((2 * np.cumsum(counts) - counts + 1) / 2)[inverse]
 
 
-BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
+def exact_match(predictions, references) -> float:
+    """Return the share of predictions that are equal to their references."""
+    pairs = list(zip(predictions, references, strict=True))
+    return sum(prediction == reference for prediction, reference in pairs) / len(pairs)
+
+
+BUILT_IN = {"exact_match": exact_match, "f1": f1, "pearson": pearson, "spearman": spearman}
 
 
 def _addon(name: str) -> ModuleType:

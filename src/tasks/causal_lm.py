@@ -21,6 +21,7 @@ from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import shapes_repeat
 from engine.models.config_and_tokenizer import load_text_decoder
+from engine.models.generation import AnswerOptions, Generation
 from engine.models.model_checks import has_plain_lm_head
 from engine.models.packed_attention import PackedAttention
 from engine.models.router_loss import RouterLoss
@@ -29,10 +30,11 @@ from engine.text.encode_rows import Encoder
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
+from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass
-class Options(CrossEntropy):
+class Options(CrossEntropy, AnswerOptions):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -64,7 +66,7 @@ class Options(CrossEntropy):
 
 
 class Task(base.Task):
-    attributes_from_weights: tuple[str, ...] = ("plain_head", "packed_attention")
+    attributes_from_weights: tuple[str, ...] = ("plain_head", "packed_attention", "generation_config")
     can_shorten = True
 
     def load(self) -> None:
@@ -86,6 +88,9 @@ class Task(base.Task):
         )
         self.encoder = Encoder(self.tokenizer, *self.row_settings)
         self.router = RouterLoss(self.config, options.router_aux_loss_coef)
+        self.generation = Generation(options, self.tokenizer, self.config)
+        metrics = options.metrics if self.generation.answers_rows else []
+        self.metric_names = check_metrics(metrics, self.cfg.trust_remote_code)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -118,6 +123,7 @@ class Task(base.Task):
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if not empty:
             self.plain_head = has_plain_lm_head(model, self.vocab_size)
+            self.generation_config = model.generation_config
         if self.packed_attention:
             self.packed_attention.choose_kernel(model, self.vocab_size, empty)
         if self.router.coefficient and not empty:
@@ -177,6 +183,20 @@ class Task(base.Task):
         if sums["bytes"]:
             metrics["bits_per_byte"] = cross_entropy / math.log(2) / sums["bytes"]
         return metrics
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def on_validation_data(self, split: Any) -> None:
+        self.generation.read_rows(split, self.options.packing, self.max_length)
+
+    def answer(
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_new_tokens: int, **settings: Any
+    ) -> torch.Tensor:
+        model = self.saved(model)  # of distillation, the student
+        return self.generation.generate(model, inputs, self.generation_config, max_new_tokens, **settings)
+
+    def answer_metrics(self, answers: list[str], references: list[str]) -> dict[str, float]:
+        return compute_metrics(self.metric_names, answers, references, self.cfg.trust_remote_code)
 
     def sample(self, model: torch.nn.Module) -> str | None:
         prompt = self.options.sample_prompt

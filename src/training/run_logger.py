@@ -59,6 +59,10 @@ class RunLogger:
         """Write an eval line: what `evaluate` returned."""
         self.record.write("eval", metrics)
 
+    def sample_lines(self, samples: list[dict]) -> None:
+        """Write a line for each prompt of `sample_prompts` and its answer."""
+        self.record.write_samples(samples)
+
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
         """Print the summary, the task's sample and the last eval line; write status.json."""
         self.record.finish(summary, sample, outcome)

@@ -1,4 +1,3 @@
-# Needs addons/metrics/evaluate/.
 """Text to text with an encoder-decoder model (T5, BART, …): summaries, translations, docstrings.
 
 A row is {"source": "…", "target": "…"}. Evaluation also generates a text for every row and compares it with the target
@@ -13,12 +12,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_decoder_head, score_labels
+from addons.tasks.seq2seq.encoder_decoder import has_plain_decoder_head, score_labels
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, option
+from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
+from engine.models.generation import GenerationOptions, decode_rows, generate_tokens
 from engine.process.private_apis import known_masks
 from engine.task import Batch
 from engine.text.labels import require_columns
@@ -29,7 +29,7 @@ from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass
-class Options(CrossEntropy):
+class Options(CrossEntropy, GenerationOptions):
     max_source_length: int | None = option(
         "tokens per source; longer ones are truncated (default: 1024, or the model's limit)",
         min=1,
@@ -40,21 +40,11 @@ class Options(CrossEntropy):
     source_prefix: str = option(
         'text before every source, such as "summarize: " for T5', "", may_be_empty=True, from_checkpoint=True
     )
-    metrics: list[str] = option(
-        "metrics of the generated texts: files of addons/metrics/evaluate/ (exact_match, rouge); Hub names or script paths (code: "
-        "needs trust_remote_code); or none, which generates nothing",
-        ["exact_match"],
-        is_path=AS_GIVEN,
-        may_change_on_resume=True,
-        from_checkpoint=True,
-    )
     max_new_tokens: int | None = option(
         "tokens to generate at most (default: max_target_length)",
         min=1,
         may_change_on_resume=True,
     )
-    num_beams: int = option("beams of the search", 1, min=1, may_change_on_resume=True)
-    do_sample: bool = option("draw tokens at random, seeded by the micro-batch", False, may_change_on_resume=True)
     sample_prompt: str | None = option(
         "after training, generate a text from this source and print it (default: no sample)",
         may_be_empty=True,
@@ -204,9 +194,3 @@ def pad_rows(rows: list, width: int, fill: int) -> np.ndarray:
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded
-
-
-def decode_rows(tokenizer: Any, rows: np.ndarray) -> list[str]:
-    """Return the text of each row of token ids that are filled up with IGNORED, without special tokens."""
-    ids = [row[row != IGNORED].tolist() for row in rows]
-    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]

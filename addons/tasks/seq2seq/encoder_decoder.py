@@ -1,20 +1,17 @@
-"""Encoder-decoder language models: hidden states for a loss in bounded memory, and generation in evaluation.
+"""Encoder-decoder language models: hidden states for a loss in bounded memory.
 
 Tests: tests/addons/tasks/test_seq2seq.py.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from engine.distributed.sharded_tensors import is_partial
 from engine.models.model_checks import is_plain_head
-from engine.text.tokenize_and_pack import IGNORED
 from src.losses.chunked_cross_entropy import Scored
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], decoder_ids: torch.Tensor):
@@ -54,28 +51,3 @@ def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:
         lambda: model(**inputs, decoder_input_ids=ids, use_cache=False).logits,
         lambda: decoder_states(model, inputs, ids),
     )
-
-
-def generate_tokens(
-    model: "PreTrainedModel",
-    inputs: dict[str, torch.Tensor],
-    generation_config: "GenerationConfig",
-    max_new_tokens: int,
-    **settings: Any,
-) -> torch.Tensor:
-    """Return the generated tokens, (rows, max_new_tokens), filled up with IGNORED.
-
-    `settings` win over `generation_config`. If the model is sharded, each forward pass is a collective, so all ranks
-    run as many passes as the longest generation among them needs."""
-    model.generation_config = generation_config
-    sharded = any(is_partial(p) or hasattr(p, "ds_id") for p in model.parameters())
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    tokens = model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
-        synced_gpus=sharded and several,
-        **settings,
-    )[:, 1:]  # without the decoder's start token
-    return F.pad(tokens, (0, max_new_tokens - tokens.shape[1]), value=IGNORED)
