@@ -77,21 +77,30 @@ class StudentAndTeacher(torch.nn.Module):
 
 
 class TaughtTask(causal_lm.Task):
-    """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name."""
+    """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name.
+
+    There is none if FROZEN_name_or_path is None, which a task may allow."""
 
     frozen = "teacher"
+    frozen_model: "FrozenModel | None" = None
+    frozen_plain_head = False
     attributes_from_weights = (*causal_lm.Task.attributes_from_weights, "frozen_plain_head")
 
     def load(self) -> None:
         super().load()
         names = [f"{self.frozen}_{end}" for end in ("name_or_path", "revision")]
+        if getattr(self.options, names[0]) is None:
+            return
         self.frozen_model = FrozenModel(self.cfg, self.frozen, *(getattr(self.options, name) for name in names))
         self.frozen_model.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
         # Now an option of the run, which resume and eval.py compare.
         setattr(self.options, names[1], self.frozen_model.version)
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        student, teacher = super().build(weights, empty), self.frozen_model.build(empty)
+        student = super().build(weights, empty)
+        if self.frozen_model is None:
+            return student
+        teacher = self.frozen_model.build(empty)
         if not empty:
             self.frozen_plain_head = has_plain_lm_head(teacher, self.vocab_size)
             if self.options.packing:
@@ -99,7 +108,7 @@ class TaughtTask(causal_lm.Task):
         return StudentAndTeacher(student, teacher)
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.get_submodule("student")
+        return model.get_submodule("student") if self.frozen_model else model
 
     def score_both(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Scored, Scored]:
         """Return what the trained and the frozen model compute for each token.

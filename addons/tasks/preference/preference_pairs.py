@@ -17,9 +17,13 @@ SIDES = ("chosen", "rejected")
 class PairEncoder:
     """Encodes the pairs of a split, all text or all chats, with the Encoder of language models."""
 
-    def __init__(self, encoder: Encoder, examples, split: str):
-        """Choose the kind of rows from the columns of `examples`; `needed` are those that encode_batch reads."""
+    def __init__(self, encoder: Encoder, examples, split: str, all_tokens: bool = False):
+        """Choose the kind of rows from the columns of `examples`; `needed` are those that encode_batch reads.
+
+        all_tokens: every token of a completion is a target, also those that both completions begin with."""
         from datasets import Value
+
+        self.all_tokens = all_tokens
 
         columns = examples.column_names
         self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
@@ -38,21 +42,26 @@ class PairEncoder:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
 
         The tokens that both sides begin with (the prompt, at least) are not targets. A pair without targets, equal or
-        truncated in the prompt, has `targets` 0, all others 1."""
+        truncated in the prompt, has `targets` 0, all others 1. With `all_tokens`, a completion is a target from its
+        first token on, and a pair has `targets` 0 if one side has none."""
         pairs = [self.encoder.encode_batch(self._sequences(batch, side, locations), locations) for side in SIDES]
         rows: dict[str, list] = {f"{side}_ids": made["input_ids"] for side, made in zip(SIDES, pairs, strict=True)}
         rows |= {name: [] for name in ("chosen_labels", "rejected_labels", "length", "targets", "cut")}
         for i, ids in enumerate(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)):
             differs = (k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
-            shared = next(differs, min(map(len, ids)))
+            shared = 0 if self.all_tokens else next(differs, min(map(len, ids)))
             for side, made in zip(SIDES, pairs, strict=True):
                 rows[f"{side}_labels"].append([IGNORED] * shared + made["labels"][i][shared:])
-            # Without label 0: no token precedes the first one.
-            labels = rows["chosen_labels"][i][1:] + rows["rejected_labels"][i][1:]
-            rows["targets"].append(int(any(label != IGNORED for label in labels)))
+            rows["targets"].append(int(self._counts(rows["chosen_labels"][i], rows["rejected_labels"][i])))
             rows["length"].append(sum(map(len, ids)))
             rows["cut"].append(sum(made["cut"][i] for made in pairs))
         return rows
+
+    def _counts(self, chosen: list[int], rejected: list[int]) -> bool:
+        """Return whether a pair with these labels has what its loss needs."""
+        # Without label 0: no token precedes the first one.
+        has_targets = [any(label != IGNORED for label in labels[1:]) for labels in (chosen, rejected)]
+        return all(has_targets) if self.all_tokens else any(has_targets)
 
     def _sequences(self, batch: dict[str, list], side: str, locations) -> dict[str, list]:
         """Return the prompts with the completions of one side, in the columns that the encoder reads."""

@@ -40,19 +40,31 @@ def bert(folder, **fields) -> list:
     )
 
 
+def pair(words) -> dict:
+    """Return a pair of completions of random words; of a few words they may be equal."""
+    parts = (words[:3], words, words[len(words) // 2 :][::-1])
+    return dict(zip(("prompt", "chosen", "rejected"), map(" ".join, parts), strict=True))
+
+
 def preference(folder) -> list:
     """Pairs of random words; the reference is the model itself before training."""
-
-    def row(words):
-        parts = (words[:3], words, words[len(words) // 2 :][::-1])
-        return dict(zip(("prompt", "chosen", "rejected"), map(" ".join, parts), strict=True))
-
-    write_rows(folder, row)
+    write_rows(folder, pair)
     return kit.flags(
         task="preference",
         model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
         tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
         beta=0.5,
+    )
+
+
+def reward(folder) -> list:
+    """Pairs of random words, and a head that is random."""
+    write_rows(folder, pair)
+    return kit.flags(
+        task="reward",
+        model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
+        center_rewards_coefficient=0.1,
     )
 
 
@@ -115,6 +127,7 @@ def segmentation(folder) -> list:
 
 ALL = [
     preference,
+    reward,
     distillation,
     masked_lm,
     token_classification,

@@ -1,15 +1,19 @@
 """Preference pairs: their tokens, the loss against full logits, and a reference that never moves."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from addons.tasks import preference
+from addons.tasks.preference.pair_losses import odds_ratio
 from engine.config.errors import UsageError
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
+from tests.conformance.test_task import make_flags
 from tests.helpers import kit
 
 CHATML_USER = {"role": "user", "content": "the cat"}
@@ -90,52 +94,208 @@ def test_pairs_without_difference_have_no_weight(fields, tmp_path):
 # ---- the loss ----------------------------------------------------------------------------------------------------------
 
 
+def log_probs_of_completion(lm, row, side, all_tokens) -> list[torch.Tensor]:
+    """Return the log-probability of each target of one unpadded sequence, from full logits."""
+    ids, labels = (torch.tensor(np.array(row[f"{side}_{part}"]), dtype=torch.long) for part in ("ids", "labels"))
+    log_p = lm(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    first = int((labels != -100).nonzero()[0])
+    if all_tokens:
+        assert row["prompt_length"] == first
+    return [log_p[i - 1, ids[i]] for i in range(first, len(ids))]
+
+
 def full_loss(task, model, rows):
-    """Return the sum of the losses of DPO or IPO from full logits, one unpadded sequence at a time, as in the papers."""
-    o = task.options
-
-    def log_prob(lm, row, side):
-        ids, labels = (torch.tensor(np.array(row[f"{side}_{part}"]), dtype=torch.long) for part in ("ids", "labels"))
-        log_p = lm(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        first = int((labels != -100).nonzero()[0])
-        return sum(log_p[i - 1, ids[i]] for i in range(first, len(ids)))
-
-    total = 0.0
+    """Return the sum of the losses of pairs from full logits, one unpadded sequence at a time, as in the papers."""
+    o, name = task.options, task.options.preference_loss
+    beta, total = o.beta, 0.0
+    models = (model.student, model.teacher) if name not in ("orpo", "simpo", "cpo") else (model,)
     for row in rows:
-        policy, reference = (
-            [log_prob(lm, row, side) for side in preference.SIDES] for lm in (model.student, model.teacher)
+        policy, *reference = (
+            [log_probs_of_completion(lm, row, side, "prompt_length" in row) for side in preference.SIDES]
+            for lm in models
         )
-        h = (policy[0] - reference[0]) - (policy[1] - reference[1])
-        if o.preference_loss == "ipo":
-            total = total + (h - 1 / (2 * o.beta)) ** 2
-        else:
-            wins = torch.sigmoid(o.beta * h)
-            total = total - (1 - o.label_smoothing) * wins.log() - o.label_smoothing * (1 - wins).log()
+        logs, means = ([f(tokens) for tokens in policy] for f in (sum, lambda tokens: sum(tokens) / len(tokens)))
+        of_reference = [sum(tokens) for tokens in reference[0]] if reference else [0.0, 0.0]
+        chosen, rejected = (log - other for log, other in zip(logs, of_reference, strict=True))
+        wins = torch.sigmoid(beta * (chosen - rejected))
+        smoothed = -(1 - o.label_smoothing) * wins.log() - o.label_smoothing * (1 - wins).log()
+        if name in ("sigmoid", "cpo"):
+            loss = smoothed
+        elif name == "ipo":
+            loss = (chosen - rejected - 1 / (2 * beta)) ** 2
+        elif name == "hinge":
+            loss = (1 - beta * (chosen - rejected)).clamp(min=0)
+        elif name == "robust":  # Chowdhury et al. 2024, equation 12
+            losses = [-torch.sigmoid(sign * beta * (chosen - rejected)).log() for sign in (1, -1)]
+            loss = ((1 - o.label_smoothing) * losses[0] - o.label_smoothing * losses[1]) / (1 - 2 * o.label_smoothing)
+        elif name == "sigmoid_norm":
+            lengths = [len(tokens) for tokens in policy]
+            loss = -torch.sigmoid(beta * (chosen / lengths[0] - rejected / lengths[1])).log()
+        elif name == "apo_zero":  # D'Oosterlinck et al. 2024, equation 7
+            loss = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        elif name == "simpo":  # Meng et al. 2024, equation 6
+            loss = -torch.sigmoid(beta * means[0] - beta * means[1] - o.simpo_gamma).log()
+        elif name == "orpo":  # Hong et al. 2024, equations 3 to 7
+            odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+            loss = -beta * torch.sigmoid((odds[0] / odds[1]).log()).log()
+        nll_weight = o.nll_weight
+        if nll_weight is None:
+            nll_weight = 1.0 if name in ("orpo", "cpo") else 0.0
+        total = total + loss - nll_weight * means[0]
     return total
 
 
-@pytest.mark.parametrize("plain_head", [True, False])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"preference_loss": "ipo"}])
-def test_loss_and_gradient_equal_those_of_full_logits(fields, tmp_path, monkeypatch, options, plain_head):
-    """In chunks of 16 rows."""
-    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
+LOSSES = [
+    {},
+    {"label_smoothing": 0.1},
+    {"preference_loss": "ipo"},
+    {"preference_loss": "hinge"},
+    {"preference_loss": "robust", "label_smoothing": 0.2},
+    {"preference_loss": "sigmoid_norm"},
+    {"preference_loss": "apo_zero"},
+    {"nll_weight": 0.7},
+    {"preference_loss": "cpo"},
+    {"preference_loss": "simpo", "simpo_gamma": 0.8},
+    {"preference_loss": "orpo"},
+]
+
+
+def pairs_of_words(begin="") -> list[dict]:
+    """Return six pairs of completions of different lengths, which begin alike if `begin` is not empty."""
     words = recipes.SENTENCE.split()
-    rows = [
-        {"prompt": "the cat", "chosen": " " + " ".join(words[:n]), "rejected": " " + " ".join(words[n : 2 * n + 1])}
-        for n in range(1, 7)
-    ]
-    task, rows = opened(fields, tmp_path, rows, beta=0.3, **options)
+    rows = []
+    for n in range(1, 7):
+        chosen, rejected = " ".join(words[:n]), " ".join(words[n : 2 * n + 1])
+        rows.append({"prompt": "the cat", "chosen": f"{begin} {chosen}", "rejected": f"{begin} {rejected}"})
+    return rows
+
+
+def moved_model(task) -> torch.nn.Module:
+    """Return the model in training mode, after a step away from its reference."""
     model = task.build().train()
-    task.plain_head = plain_head
     with torch.no_grad():
-        for parameter in model.student.parameters():
+        for parameter in task.saved(model).parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    results = []
-    for loss in (task.loss(model, task.collate(rows, True).inputs)["loss"], full_loss(task, model, rows)):
-        results.append([loss.detach(), *torch.autograd.grad(loss, list(model.student.parameters()))])
-    for one, other in zip(*results, strict=True):
+    return model
+
+
+def loss_and_gradients(loss, task, model) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, list(task.saved(model).parameters()))]
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+def test_loss_and_gradient_equal_those_of_full_logits(fields, tmp_path, monkeypatch, options, plain_head):
+    """In chunks of 16 rows. The completions begin alike, which some losses leave out and others do not."""
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
+    task, rows = opened(fields, tmp_path, pairs_of_words(" red fox"), beta=0.3, **options)
+    if task.options.needs_all_tokens:
+        rows = [row | {"prompt_length": len(task.tokenizer("the cat")["input_ids"])} for row in rows]
+    model = moved_model(task)
+    task.plain_head = plain_head
+    ours = loss_and_gradients(task.loss(model, task.collate(rows, True).inputs)["loss"], task, model)
+    for one, other in zip(ours, loss_and_gradients(full_loss(task, model, rows), task, model), strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
-    assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    if task.options.loss_of_pairs.has_reference:
+        assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    else:
+        assert not hasattr(model, "teacher"), "a model without a reference is in memory once"
+
+
+def test_without_a_reference_a_pair_counts_if_both_completions_have_tokens(fields, tmp_path):
+    """ORPO learns the likelihood of a chosen completion that equals the rejected one."""
+    rows = [
+        {"prompt": "the cat", "chosen": " sat", "rejected": " sat"},
+        {"prompt": "the cat " * 40, "chosen": " sat", "rejected": " ran"},
+        {"prompt": "the cat", "chosen": " sat", "rejected": " ran"},
+    ]
+    task, rows = opened(fields, tmp_path, rows, max_length=20, preference_loss="orpo")
+    batch = task.collate(rows, True)
+    assert (batch.weight, batch.inputs["counted"].tolist()) == (2, [1, 0, 1])
+    model = task.build()
+    parts = [task.loss(model, task.collate([row], True).inputs)["loss"].item() for row in (rows[0], rows[2])]
+    assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(sum(parts), rel=1e-10)
+
+
+def test_odds_of_a_certain_completion_have_a_finite_gradient():
+    certain = torch.zeros(1, dtype=torch.float64, requires_grad=True)  # log-probability 0
+    other = torch.full((1,), -1.0, dtype=torch.float64)
+    for pair in ((certain, other), (other, certain)):
+        loss = odds_ratio(*pair, SimpleNamespace(beta=0.1))
+        assert torch.isfinite(torch.autograd.grad(loss.sum(), certain)[0]).all()
+        assert torch.isfinite(loss).all()
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_losses_are_sums_over_any_split(fields, tmp_path, mutant):
+    """The mutant is the mean of the mean of each micro-batch's likelihood by token, as TRL has it."""
+    task, rows = opened(fields, tmp_path, pairs_of_words(), preference_loss="orpo", beta=0.3)
+    model = moved_model(task)
+
+    def mean_loss(parts) -> float:
+        batches = [task.collate(part, True) for part in parts]
+        sums = [task.loss(model, batch.inputs) for batch in batches]
+        if not mutant:
+            return sum(each["loss"] for each in sums).item() / sum(batch.weight for batch in batches)
+        means = []
+        for batch, each in zip(batches, sums, strict=True):
+            odds = each["loss"] - each["chosen_nll"]
+            tokens = (batch.inputs["targets"][: len(batch.inputs["targets"]) // 2] != -100).sum(1)
+            log_probs, _ = task._scores(model, batch.inputs)
+            means.append(odds / batch.weight - log_probs.chunk(2)[0].sum() / tokens.sum())
+        return sum(means).item() / len(means)
+
+    whole, split = mean_loss([rows]), mean_loss([rows[:3], rows[3:]])
+    assert (abs(whole - split) < 1e-10) != mutant
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # TRL says that these trainers are experimental
+@pytest.mark.parametrize("name", ["orpo", "simpo", "cpo"])
+def test_losses_of_trl(fields, name):
+    """The formulas of TRL 1.16.0 on given log-probabilities; it computes ORPO in float32."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    o = preference.Options(beta=0.3, preference_loss=name)
+    scores = -3 * torch.rand(2, 5, dtype=torch.float64) - 0.01
+    ours = o.loss_of_pairs.of_scores(*scores, o)
+    values = {"beta": o.beta, "label_smoothing": 0.0, "simpo_gamma": o.simpo_gamma, "alpha": 0.0}
+    kind = "sigmoid" if name == "cpo" else name
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), loss_type=kind, **values)
+    if name == "orpo":
+        theirs = -ORPOTrainer.odds_ratio_loss(trainer, *scores)[0]  # TRL subtracts it
+    else:
+        theirs = CPOTrainer.cpo_loss(trainer, *scores)[0]
+    assert torch.allclose(ours, theirs.double(), rtol=1e-6 if name == "orpo" else 1e-12)
+
+
+def test_orpo_on_two_processes_and_with_accumulation(tmp_path):
+    """The recipe of the conformance suite has a reference, this run has none."""
+    flags = make_flags(recipes.preference, tmp_path) + kit.flags(preference_loss="orpo", max_steps=4, save_steps=4)
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    two = kit.run_training(2, tmp_path / "two", *flags, "--per_device_batch_size", 5)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    for line, other in zip(one.kind("train"), two.kind("train"), strict=True):
+        for name in ("loss", "weight", "chosen_nll", "reward_margin"):
+            assert other[name] == pytest.approx(line[name], rel=1e-9), f"{name} of step {line['step']}"
+    names = {"chosen_nll", "reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward"}
+    assert names <= one.kind("eval")[-1].keys()
+    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
+    assert not [name for name in one.weights if "teacher" in name or "student" in name]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"preference_loss": "orpo", "label_smoothing": 0.1}, "label_smoothing is 0.1.*orpo"),
+        ({"preference_loss": "orpo", "reference_name_or_path": "x"}, "reference_name_or_path is x.*no reference"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma is 1.0.*sigmoid"),
+    ],
+)
+def test_options_that_a_loss_ignores_are_refused(options, message):
+    [error] = preference.Options(**options).check()
+    assert re.search(message, error)
 
 
 # ---- the reference -----------------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs;
     ("token_classification", None, {}, "fsdp2", EXACT),
     ("masked_lm", None, {}, "fsdp2", EXACT),
     ("segmentation", None, {}, "fsdp2", EXACT),
-    *((name, None, {}, "fsdp2", EXACT) for name in ("seq2seq", "embeddings", "preference")),
+    *((name, None, {}, "fsdp2", EXACT) for name in ("seq2seq", "embeddings", "preference", "reward")),
+    ("preference", None, {"preference_loss": "orpo"}, "fsdp2", EXACT),
     *((name, None, {}, place, ZERO) for name in ("preference", "distillation", "embeddings") for place in ("zero2", "zero3")),
 ]  # fmt: skip
 
