@@ -63,7 +63,7 @@ class Stream:
             cfg.seed,
             max_tokens=cfg.per_device_batch_tokens,
             step_sizes=sizes_of_run(cfg, ENDLESS),
-            **cut_of_run(cfg, task),
+            **cut_of_run(cfg, task.cut_by_cost),
         )
         self.plan = changed_plan(plan, cfg, task, self)
         count = len(self.shards)

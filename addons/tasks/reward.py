@@ -44,6 +44,7 @@ class Options:
 
 
 class Task(base.Task):
+    cut_by_cost = False  # both sequences of a pair are padded to the longest one
     new_head = ("score", "classifier", "pooler", "pre_classifier", "classification_head")
 
     def load(self) -> None:

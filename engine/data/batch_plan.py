@@ -115,10 +115,9 @@ class MicroBatch:
     hash: tuple[float, float] = (0.0, 0.0)  # `hash_ids` of its ids; of a micro-batch that was read for training
 
 
-def cut_of_run(cfg: RunConfig, task: Any) -> dict[str, Any]:
-    """Return the fields of PlanConfig that say how rows with lengths are cut in a run of this task."""
-    by_cost = cfg.plan_version != EQUAL_COUNTS and task.cut_by_cost
-    return {"by_cost": by_cost, "multiple_of": cfg.pad_to_multiple_of or 1}
+def cut_of_run(cfg: RunConfig, by_cost: bool) -> dict[str, Any]:
+    """Return the fields of PlanConfig that say how rows with lengths are cut. `by_cost`: the `cut_by_cost` of the task."""
+    return {"by_cost": by_cost and cfg.plan_version != EQUAL_COUNTS, "multiple_of": cfg.pad_to_multiple_of or 1}
 
 
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
@@ -191,13 +190,14 @@ def training_order(config: PlanConfig, rank: int, world_size: int, start: int, s
 
 
 def evaluation_order(
-    cfg: RunConfig, task: Any, num_examples: int, lengths=None, block: int | None = None
+    cfg: RunConfig, by_cost: bool, num_examples: int, lengths=None, block: int | None = None
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
 
-    By default, a block is 64 micro-batches. No micro-batch has rows of two blocks."""
+    `by_cost`: cut at the least padding, unless the `plan_version` of the run is that of equal counts. By default, a block
+    is 64 micro-batches. No micro-batch has rows of two blocks."""
     micro_batch = cfg.per_device_eval_batch_size
-    config = PlanConfig(num_examples, num_examples, micro_batch, cfg.seed, lengths, **cut_of_run(cfg, task))
+    config = PlanConfig(num_examples, num_examples, micro_batch, cfg.seed, lengths, **cut_of_run(cfg, by_cost))
     block = block or 64 * micro_batch
     index = 0
     for start in range(0, num_examples, block):

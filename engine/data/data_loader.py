@@ -55,7 +55,7 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
         step_sizes=sizes_of_run(cfg, len(train_set)),
-        **cut_of_run(cfg, task),
+        **cut_of_run(cfg, task.cut_by_cost),
     )
     return changed_plan(config, cfg, task, train_set)
 

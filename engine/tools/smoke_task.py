@@ -119,7 +119,7 @@ def mean_loss(module: torch.nn.Module, task: Task, split: Any, cfg: RunConfig, a
     total = weight = 0.0
     for _, first_id, part in split.segments():
         count = min(len(part), cfg.max_eval_examples or len(part))
-        plan = evaluation_order(cfg, task, count, part.lengths)
+        plan = evaluation_order(cfg, task.cut_by_cost, count, part.lengths)
         order = (replace(micro, ids=micro.ids + first_id) for micro in plan)
         for micro, batch in read_batches(split, task, order, cfg, pin_memory=False, training=False):
             seed_everything(micro.seed)

@@ -133,7 +133,8 @@ def generate_answers(
     accelerator = backend.accelerator
     device = accelerator.device
     lengths = np.array([len(prompt.ids) for prompt in prompts])
-    plan = list(evaluation_order(len(prompts), cfg.per_device_eval_batch_size, cfg.seed, lengths))
+    # Equal counts: the memory of a generation grows with its rows, not with the prompts.
+    plan = list(evaluation_order(cfg, False, len(prompts), lengths))
     rounds = -(-len(plan) // backend.data_world_size)  # rounded up
     mine = share_of_rank(backend, plan, rounds)
     module = accelerator.unwrap_model(module)
@@ -209,7 +210,7 @@ def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
     for name, first_id, part in split.segments():
         num_rows = min(len(part), cfg.max_eval_examples or len(part))
         first_micro_batch = len(plan.micro_batches)
-        for micro in evaluation_order(cfg, task, num_rows, part.lengths, block_size):
+        for micro in evaluation_order(cfg, task.cut_by_cost, num_rows, part.lengths, block_size):
             index = len(plan.micro_batches)
             plan.micro_batches.append(replace(micro, ids=micro.ids + first_id, index=index))
             plan.id_offsets.append(first_id - first_row)

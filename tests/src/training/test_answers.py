@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -162,8 +163,9 @@ def test_each_validation_row_is_answered_once_on_one_two_three_processes(trained
     assert answers != by_hand
     monkeypatch.undo()
 
-    def order_of_rank(count, micro_batch, *more):
-        return batch_plan.evaluation_order(count, micro_batch - int(os.environ["WORLD_SIZE"]), *more)
+    def order_of_rank(cfg, *more):
+        rows = cfg.per_device_eval_batch_size - int(os.environ["WORLD_SIZE"])
+        return batch_plan.evaluation_order(replace(cfg, per_device_eval_batch_size=rows), *more)
 
     monkeypatch.setattr(evaluation, "evaluation_order", order_of_rank)
     *_, batches = evaluate_and_keep(monkeypatch, 2, tmp_path / "local", *flags)
