@@ -16,6 +16,7 @@ from engine.text.chat_turns import Chat, read_chat
 FOLDER = REPOSITORY / "configs" / "chat_templates"
 DATE = re.compile(r"\b(\d{1,2} [^\W\d]+ \d{4}|\d{4}-\d{2}-\d{2})\b")
 EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+ESCAPED_QUOTE = "&#34;"  # jinja escapes where a template joins text with one that it calls safe
 MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # such as <|im_start|> and [INST]
 
 
@@ -49,23 +50,42 @@ CALL = {
     "type": "function",
     "function": {"name": "count_boats", "arguments": {"color": "green", "far": True}},
 }
-CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+OTHER_CALL = {
+    "id": "abcdef456",
+    "type": "function",
+    "function": {"name": "count_boats", "arguments": {"color": "purple"}},
+}
 RESULT = {"role": "tool", "name": "count_boats", "tool_call_id": "abcdef123", "content": "seven of them"}
+OTHER_RESULT = {"role": "tool", "name": "count_boats", "tool_call_id": "abcdef456", "content": "none at all"}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+def _calling(*calls: dict) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": [*calls]}
+
 
 PROBES = [
     Probe([USER, ANSWER]),
     Probe([USER, ANSWER, *MORE], some_reasoning_differs=True),
     Probe([SYSTEM, USER, ANSWER], says=(SYSTEM["content"],)),
     Probe(
-        [USER, CALLS, RESULT, ANSWER],
-        tools=[{"type": "function", "function": FUNCTION}],
+        [USER, _calling(CALL), RESULT, ANSWER],
+        tools=TOOLS,
         says=("Counts boats", "green", "seven of them"),
+        some_reasoning_differs=True,
+    ),
+    Probe(
+        [USER, _calling(CALL, OTHER_CALL), RESULT, OTHER_RESULT, ANSWER],
+        tools=TOOLS,
+        says=("Counts boats", "green", "purple", "seven of them", "none at all"),
         some_reasoning_differs=True,
     ),
     Probe([USER, REASONED], says=(REASONED["reasoning_content"],)),
 ]
 PROMPT = Probe([USER])
-REASONING_TWICE = Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])
+# Without two calls in one turn: some families have one, by their format.
+ONE_CALL = [probe for probe in PROBES if "purple" not in probe.says]
+TRAINED = [*ONE_CALL, Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])]
 
 
 def family_files() -> dict[str, Path]:
@@ -93,7 +113,7 @@ def family_of(tokenizer: Any) -> str | None:
 def trains_all_turns(tokenizer: Any) -> bool:
     """Return whether the tokenizer's own template trains chats of several turns, with a system's turn, tools and
     reasoning."""
-    for probe in (*PROBES, REASONING_TWICE):
+    for probe in TRAINED:
         try:
             chat = read_chat(probe.turns, probe.tools)
             render_chat(tokenizer, chat, tokenizer.get_chat_template(tools=probe.tools))
@@ -118,23 +138,25 @@ class _Own:
         return all(marker in template for marker in MARKER.findall(self.texts[0] or "") if marker not in by_name)
 
     def count_equal(self, template: str) -> int:
-        """Return how many probes a template writes as the own one; 0 if it differs in one that the own one writes whole."""
+        """Return how many probes a template writes as the own one; 0 if it differs in one that the own one writes whole.
+
+        Writing the same generation prompt counts as one more."""
         count = 0
         for probe, text in zip(PROBES, self.texts, strict=True):
             if text is None:
                 continue
             other = _render(self.tokenizer, probe, template)
-            is_equal = other is not None and self._comparable(probe, other) == self._comparable(probe, text)
-            if not is_equal and all(words in text for words in probe.says):
+            if other is not None and self._comparable(probe, other) == self._comparable(probe, text):
+                count += 1
+            elif all(words in text for words in probe.says):
                 return 0
-            count += is_equal
-        return count + (_render(self.tokenizer, PROMPT, template, add_generation_prompt=True) == self.prompt)
+        if _render(self.tokenizer, PROMPT, template, add_generation_prompt=True) == self.prompt:
+            count += 1
+        return count
 
     def _comparable(self, probe: Probe, text: str) -> str:
         """Return a text without what may differ."""
-        text = text.replace(
-            "&#34;", '"'
-        )  # jinja escapes quotes where a template joins text with one that it calls safe
+        text = text.replace(ESCAPED_QUOTE, '"')
         if self.has_date:
             text = DATE.sub("DATE", text)
         if probe.some_reasoning_differs or self.prompt_opens_reasoning:

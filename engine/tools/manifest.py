@@ -16,6 +16,7 @@ from engine.process.exit_codes import run_main
 
 VERSION, MANIFEST = "engine/VERSION", "engine/MANIFEST"
 FOLDERS = ("engine", "addons", "tests/engine", "tests/addons", "tests/conformance", "tests/helpers", "tests/gpu")
+FOLDERS += ("configs/chat_templates",)
 PINS = ("requirements.txt", "requirements-extra.txt")  # merged pin by pin
 FILES = ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", "uv.lock", *PINS)
 YOURS = ("tests/conformance/recipes.py",)  # data for the tests of src/tasks

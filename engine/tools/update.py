@@ -3,10 +3,11 @@
     make update FROM=folder-or-git-address [REF=tag]
 
 FROM is the template: a folder, as it stands there, or what git clones; REF is a tag, branch or commit of it. What a copy
-owns stays: train.py, eval.py, src/, configs/, docs/, README.md, tests/src/ and files that it has added. Of the rest, a
-file that the copy has not edited (it has its hash in engine/MANIFEST) is replaced or deleted, an edited one is merged, and
-one that the copy has deleted stays away. Nothing of FROM runs, but for `train.py --schema` of the copy with the new engine;
-nothing is committed. Exit codes: 0, 1 if something is left to do by hand, 2. Tests: tests/engine/tools/test_update.py.
+owns stays: train.py, eval.py, src/, configs/ (but configs/chat_templates/), docs/, README.md, tests/src/ and files that
+it has added. Of the rest, a file that the copy has not edited (it has its hash in engine/MANIFEST) is replaced or
+deleted, an edited one is merged, and one that the copy has deleted stays away. Nothing of FROM runs, but for `train.py
+--schema` of the copy with the new engine; nothing is committed. Exit codes: 0, 1 if something is left to do by hand, 2.
+Tests: tests/engine/tools/test_update.py.
 """
 
 import argparse
