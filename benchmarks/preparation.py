@@ -58,7 +58,7 @@ def write_rows(folder: Path, kind: str, file_type: str, count: int) -> Path:
 def milliseconds_by_row(folder: Path, kind: str, file_type: str, count: int) -> float:
     """Prepare `count` rows in this process and return the time that one of them took."""
     fields = {"train_file": write_rows(folder, kind, file_type, count), "max_length": 2048}
-    fields |= {"tokenizer_name": "stdlib_code", "chat_template": REPOSITORY / "configs/chatml.jinja"}
+    fields |= {"tokenizer_name": "stdlib_code", "chat_template": "chatml"}
     if kind == "pairs":
         fields["task"] = "preference"
     began = time.perf_counter()

@@ -43,7 +43,12 @@ class Task:
     # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
     cut_by_cost: bool = True
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
-    json_columns: tuple[str, ...] = ("messages", "tools")  # raw columns that may hold several types; others are refused
+    json_columns: tuple[str, ...] = (
+        "messages",
+        "tools",
+        "chat_template_kwargs",
+    )  # raw columns that may hold several types; others are refused
+    row_format: str = ""  # what `inspect_columns` has found the rows to be, such as "chats", for `plan_rows`
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
@@ -127,6 +132,10 @@ class Task:
 
     def answer_metrics(self, answers: list[str], references: list[str]) -> dict[str, float]:
         """Return the metrics of generated answers, given the expected ones."""
+        return {}
+
+    def plan_rows(self, formats: set[str]) -> dict[str, str]:
+        """Return lines of the plan about the rows, by name; `formats`: each `row_format` of the training data."""
         return {}
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:

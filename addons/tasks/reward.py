@@ -15,18 +15,19 @@ import torch.nn.functional as F
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, option
+from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import POSITIONS_AFTER_PADDING, load_text_decoder, text_config
 from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
+from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
 from engine.text.tokenize_and_pack import pad_columns, padded_length
 from src.losses.cross_entropy import at_least_float32
 
 
 @dataclass
-class Options:
+class Options(ChatOptions):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -35,9 +36,6 @@ class Options:
         from_checkpoint=True,
     )
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True, from_checkpoint=True)
-    chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
-    )
     center_rewards_coefficient: float = option(
         "weight of (reward of chosen + reward of rejected)² in the loss, such as 0.01: keeps rewards near 0", 0.0, min=0
     )
@@ -49,7 +47,7 @@ class Task(base.Task):
 
     def load(self) -> None:
         o = self.options
-        decoder = load_text_decoder(self.cfg, o.max_length, o.chat_template)
+        decoder = load_text_decoder(self.cfg, o.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length, self.vocab_size = decoder
         if self.tokenizer is None:
             raise UsageError("reward needs --tokenizer_name, or a model folder with a tokenizer")
@@ -65,18 +63,19 @@ class Task(base.Task):
         self.config.num_labels = 1
         self.config.use_cache = False
         self.row_settings = (self.vocab_size, self.max_length, False, "", o.append_eos)
-        self.encoder = Encoder(self.tokenizer, *self.row_settings)
+        self.chat_format = make_chat_format(self.tokenizer, o)
+        self.encoder = Encoder(self.tokenizer, *self.row_settings, self.chat_format)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        chat_template = getattr(self.tokenizer, "chat_template", None)
-        return repr((self.tokenizer_text, chat_template, *self.row_settings))
+        return repr((self.tokenizer_text, *self.chat_format.settings(self.tokenizer), *self.row_settings))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         self.pairs = PairEncoder(self.encoder, examples, split)
+        self.row_format = self.pairs.encoder.row_format
         features = {f"{side}_ids": List(Value("int32")) for side in SIDES}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
@@ -86,6 +85,9 @@ class Task(base.Task):
         rows = {name: values for name, values in rows.items() if not name.endswith("_labels")}
         pairs = zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
         return rows | {"targets": [int(chosen != rejected) for chosen, rejected in pairs]}
+
+    def plan_rows(self, formats: set[str]) -> dict[str, str]:
+        return self.chat_format.plan(formats)
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 

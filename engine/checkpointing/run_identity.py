@@ -24,6 +24,9 @@ from engine.storage import jsonl, verify_hashes
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run")
+EXPLAINS_ROWS = {
+    "training_template"
+}  # a difference that matters only if the prepared rows differ; then it is the reason
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
 SameRates = Callable[[Any, Any, int, dict], bool]
@@ -139,6 +142,8 @@ def _changes(
     before = dataclasses.replace(cfg, **length)
     if "data.rows" not in changed and has_same_rates(before, cfg, current["data.examples"], state["progress"]):
         may_change |= LENGTH
+    if "data.rows" in changed:
+        may_change -= EXPLAINS_ROWS
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     refused = {name: text for name, text in diff.items() if name not in may_change}
     allowed = {name: text for name, text in diff.items() if name in may_change}

@@ -168,7 +168,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     if not stats["targets"]:
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
         raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(stats)}")
-    return stats | {"rows": digest.hexdigest()}
+    return stats | {"rows": digest.hexdigest(), "row_format": task.row_format}
 
 
 def _reason_for_no_targets(stats: dict[str, Any]) -> str:

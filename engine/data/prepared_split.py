@@ -164,6 +164,13 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
     return f"{stats['examples']:,} rows{packed}{counted}{targets}"
 
 
+def row_formats(split, task) -> set[str]:
+    """Return what `inspect_columns` of the task has found the rows of each source of a split to be."""
+    if split.stats["examples"] is None:  # a stream, whose columns this process has inspected
+        return {task.row_format}
+    return {part.stats.get("row_format", "") for _, _, part in split.segments()}
+
+
 def task_stats(task) -> dict:
     """Return label names and a hash of the tokenizer, which a checkpoint records."""
     stats = {}

@@ -89,8 +89,9 @@ class Generation:
             if prompts or self.answers_rows:
                 raise UsageError("sample_prompts and predict_with_generate need a tokenizer: give --tokenizer_name")
             return
+        variables = getattr(options, "chat_template_kwargs", None) or {}
         for i, text in enumerate(prompts):
-            prompt = read_prompt(tokenizer, text, f"sample_prompts: prompt {i}")
+            prompt = read_prompt(tokenizer, text, f"sample_prompts: prompt {i}", **variables)
             if not self.has_room(prompt, options.sample_max_new_tokens):
                 raise UsageError(
                     f"sample_prompts: prompt {i} has {len(prompt.ids)} tokens, which leaves less than "

@@ -44,7 +44,7 @@ def read_prompt(tokenizer: Any, text: Text, where: object, tools: Any = None, **
 def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, arguments: dict) -> list[int]:
     """Return the tokens of a chat with the beginning of the assistant's answer."""
     if not tokenizer.chat_template:
-        raise UsageError(f"{where}: the tokenizer has no chat template: give --chat_template configs/chatml.jinja")
+        raise UsageError(f"{where}: the tokenizer has no chat template: give --chat_template chatml")
     with errors_of(where, "the chat could not be rendered"):
         chat = read_chat(turns, tools)
         last = chat.turns[-1]["role"] if chat.turns else "nothing"

@@ -16,8 +16,8 @@ GENERATED = re.compile("\ufdd3(.*?)\ufdd4", re.DOTALL)
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
 FEW_TURNS = 8  # longer chats are rendered a few times, not twice for each turn
 OTHER_TEMPLATE = (
-    "give --chat_template FILE with a plain template, or one that marks them with {% generation %}, or train on the last "
-    "turn only, by `train: false` in the earlier ones"
+    "give --chat_template NAME with one of configs/chat_templates, or FILE with a plain template or one that marks them "
+    "with {% generation %}, or train on the last turn only: --train_turns last"
 )
 
 

@@ -291,7 +291,8 @@ def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
     if text.is_reasoning and any(other.name == text.name and other.turn > text.turn for other in written):
         raise ValueError(
             f"{problem}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
-            "`train: false` in the earlier ones, or give --chat_template FILE with a template that writes it"
+            "--train_turns last or `train: false` in the earlier ones, or give --chat_template NAME or FILE with a template "
+            "that writes it"
         )
     if text.is_content:
         raise ValueError(

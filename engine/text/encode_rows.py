@@ -5,7 +5,7 @@ Tests: tests/src/tasks/test_causal_lm.py, tests/engine/config/test_bad_input.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.config.errors import UsageError, may_be_removed
+from engine.text.chat_options import CHATS, ChatFormat
 from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
 from engine.text.tokenize_and_pack import (
     IGNORED,
@@ -67,7 +68,9 @@ class Encoder:
     packing: bool
     text_column: str
     append_eos: bool
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
 
+    row_format = ""  # "chats" if the rows are chats
     structs = NO_STRUCTS  # how the columns of chats are stored
 
     def choose(self, columns: list[str], split: str, features: Any = None) -> tuple[list[str], list[str]]:
@@ -78,7 +81,7 @@ class Encoder:
         rating = ("label",) if is_rated else ()  # whether an answer is good, as in rows for KTO
         formats = [
             Format(("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
-            Format(("messages",), ("tools", *rating), True, self._encode_messages),
+            Format(("messages",), ("tools", "chat_template_kwargs", *rating), True, self._encode_messages),
             Format(("prompt", "completion"), rating, True, self._encode_completions),
             Format((self.text_column,), (), False, self._encode_texts),
         ]
@@ -99,6 +102,10 @@ class Encoder:
         if ignored:
             warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
         self.structs = find_structs(features, needed)
+        self.row_format = CHATS if chosen.required == ("messages",) else ""
+        if not self.row_format and self.chat_format.unused_fields():
+            fields = " and ".join(self.chat_format.unused_fields())
+            warn_once(f"{split} data: {fields} of the run file have no effect: the rows are no chats (`messages`)")
         self.encode = chosen.encode
         self.encoded_columns = ["input_ids", "length", "targets", "bytes", "cut"]
         if chosen.has_labels:
@@ -178,11 +185,13 @@ class Encoder:
         return [*ids, eos], np.append(sizes, 0)
 
     def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
-        with may_be_removed("chats"):
+        with may_be_removed(CHATS):
             from engine.text.chat import encode_chat
-        tools = batch.get("tools") or [None] * len(locations)
-        for messages, location, tools_of_row in zip(batch["messages"], locations, tools, strict=True):
-            yield Document(*encode_chat(self.tokenizer, messages, location, tools_of_row, self.structs))
+        nothing = [None] * len(locations)
+        others = (batch.get("tools") or nothing, batch.get("chat_template_kwargs") or nothing)
+        for messages, location, tools, variables in zip(batch["messages"], locations, *others, strict=True):
+            chat = (messages, location, tools, self.structs, self.chat_format, variables)
+            yield Document(*encode_chat(self.tokenizer, *chat))
 
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):

@@ -17,7 +17,7 @@ import torch
 
 from engine import task as base
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, option
+from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import shapes_repeat
 from engine.models.config_and_tokenizer import load_text_decoder
@@ -26,6 +26,7 @@ from engine.models.model_checks import has_plain_lm_head
 from engine.models.packed_attention import PackedAttention
 from engine.models.router_loss import RouterLoss
 from engine.task import Batch
+from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
@@ -34,7 +35,7 @@ from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass
-class Options(CrossEntropy, AnswerOptions):
+class Options(CrossEntropy, ChatOptions, AnswerOptions):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -52,10 +53,6 @@ class Options(CrossEntropy, AnswerOptions):
         "end every document with the tokenizer's end-of-text token; of a chat, the template decides",
         True,
     )
-    # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
-    chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
-    )
     sample_prompt: str | None = option(
         "after training, generate text from this prompt and print it (default: no sample)",
         may_be_empty=True,
@@ -71,10 +68,11 @@ class Task(base.Task):
 
     def load(self) -> None:
         options = self.options
-        decoder = load_text_decoder(self.cfg, options.max_length, options.chat_template)
+        decoder = load_text_decoder(self.cfg, options.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length, self.vocab_size = decoder
-        if self.tokenizer is None and (options.chat_template or options.sample_prompt):
-            raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
+        if self.tokenizer is None and options.sample_prompt:
+            raise UsageError("sample_prompt needs a tokenizer: give --tokenizer_name, or omit it")
+        self.chat_format = make_chat_format(self.tokenizer, options)
         self.packed_attention = PackedAttention(self.cfg, self.config) if options.packing else None
         # Packed rows are nearly full, so they can all be as wide, in equal counts: then compiled layers have few graphs.
         self.cut_by_cost = self.cut_by_cost and not options.packing
@@ -86,7 +84,7 @@ class Task(base.Task):
             options.text_column,
             options.append_eos,
         )
-        self.encoder = Encoder(self.tokenizer, *self.row_settings)
+        self.encoder = Encoder(self.tokenizer, *self.row_settings, self.chat_format)
         self.router = RouterLoss(self.config, options.router_aux_loss_coef)
         self.generation = Generation(options, self.tokenizer, self.config)
         metrics = options.metrics if self.generation.answers_rows else []
@@ -95,14 +93,14 @@ class Task(base.Task):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        chat_template = getattr(self.tokenizer, "chat_template", None)
-        return repr((self.tokenizer_text, chat_template, *self.row_settings))
+        return repr((self.tokenizer_text, *self.chat_format.settings(self.tokenizer), *self.row_settings))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         self.encoder = replace(self.encoder)  # each split may have another format
         needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
+        self.row_format = self.encoder.row_format
         if self.options.packing:
             columns = [*columns, "documents"]  # lengths of the documents in a row
         types: dict[str, Any] = {}
@@ -114,6 +112,9 @@ class Task(base.Task):
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         rows = self.encoder.encode_batch(batch, locations)
         return self.encoder.pack(rows) if self.options.packing else rows
+
+    def plan_rows(self, formats: set[str]) -> dict[str, str]:
+        return self.chat_format.plan(formats)
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.config.addons import used_addons
 from engine.data.batch_plan import sizes_of_run
-from engine.data.prepared_split import data_notes, format_stats
+from engine.data.prepared_split import data_notes, format_stats, row_formats
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
@@ -42,6 +42,7 @@ def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:
     train_set = splits["train"]
     val_set = splits.get("validation")
     rows = {"task": cfg.task, "training data": format_stats(train_set.stats, task.unit)}
+    rows |= task.plan_rows(row_formats(train_set, task))
     if train_set.quotas:
         draws = []
         for (source, *_), (size, drawn) in zip(train_set.segments(), train_set.quotas, strict=True):

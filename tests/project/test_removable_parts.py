@@ -85,15 +85,15 @@ def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
     """A run on chats without their code."""
     folder = copy_of_template(tmp_path / "copy")
     [cell] = [cell for name, cell in ROWS.items() if name.startswith("chats")]
-    template = (folder / "configs" / "chatml.jinja").rename(tmp_path / "chatml.jinja")
-    remove(folder, cell.replace(", `configs/chatml.jinja`", ""))
+    template = (folder / "configs" / "chat_templates" / "chatml.jinja").rename(tmp_path / "chatml.jinja")
+    remove(folder, cell)
     chats = kit.write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
     values = tiny | {"train_file": chats, "tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b"])}
     values |= {"model_config": kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA), "chat_template": template}
     flags = kit.flags(**values, output_dir=tmp_path / "run")
     done = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert "chats: this copy has removed engine/text/chat.py: restore it" in done.stderr
+    assert "chats: this copy has removed engine/text/template_choice.py: restore it" in done.stderr
 
 
 def test_only_missing_files_of_the_engine_count_as_removed():

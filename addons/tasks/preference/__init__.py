@@ -20,22 +20,20 @@ from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.pair_losses import PAIR_LOSSES, SMOOTHED, PairLoss
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
-from engine.config.option import AS_GIVEN, option
+from engine.config.option import option
 from engine.task import Batch
+from engine.text.chat_options import ChatOptions
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import Scored, score_tokens
 
 
 @dataclass
-class Options:
+class Options(ChatOptions):
     max_length: int | None = option(
         "tokens of prompt and completion; longer ones are truncated (default: the model's limit, at most 1024)",
         min=2,
     )
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True)
-    chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
-    )
     beta: float = option(
         "scale of the scores: higher keeps the model nearer to the reference (orpo: weight of the odds ratio; simpo: 2 or "
         "more)",
@@ -125,6 +123,7 @@ class Task(TaughtTask):
         from datasets import Features, List, Value
 
         self.pairs = PairEncoder(self.encoder, examples, split, self.options.needs_all_tokens)
+        self.row_format = self.pairs.encoder.row_format
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

@@ -12,6 +12,7 @@ from engine.text.encode_rows import Encoder
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 SIDES = ("chosen", "rejected")
+OF_CHATS = ("tools", "chat_template_kwargs")  # columns that may stand beside chats
 
 
 class PairEncoder:
@@ -34,7 +35,8 @@ class PairEncoder:
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
-        self.needed += ["tools"] if self.chat and "tools" in columns else []
+        if self.chat:
+            self.needed += [name for name in OF_CHATS if name in columns]
         encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
         encoder.structs = find_structs(examples.features, self.needed)
 
@@ -68,7 +70,7 @@ class PairEncoder:
         if self.chat:
             prompts = batch.get("prompt") or [None] * len(batch[side])
             chats = [_chat(prompt, turns) for prompt, turns in zip(prompts, batch[side], strict=True)]
-            return {"messages": chats} | {name: batch[name] for name in ("tools",) if name in batch}
+            return {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
         require_text(batch[side], side, locations)
         return {"prompt": batch["prompt"], "completion": batch[side]}
 

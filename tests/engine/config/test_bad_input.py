@@ -95,6 +95,23 @@ CASES = {
     "mask as a number": ids("line 1: train data: `attention_mask` is not 1", [1, 2], attention_mask=1),
     "null in ids": ids("`input_ids` or `labels` is or holds null", [1, None, 3]),
     "chat without template": rows("no chat template|--chat_template", USER, changed=TEXT),
+    "chat template unknown": rows(
+        "chat_template: chatmll is neither a file|chatml, |did you mean chatml",
+        USER,
+        changed=TEXT | {"chat_template": "chatmll"},
+    ),
+    "variable that no template reads": rows(
+        "chat_template_kwargs: thinking is not read",
+        USER,
+        changed=CHAT | {"chat_template_kwargs": '{"thinking": true}'},
+        **{"chat.jinja": TEMPLATE},
+    ),
+    "template that hides a text": rows(
+        "line 1: train data: |does not write the content of turn 0",
+        USER,
+        changed=CHAT,
+        **{"chat.jinja": "{{ messages | length }}"},
+    ),
     "chat without assistant": rows("none of the 1 rows", USER, changed=CHAT, **{"chat.jinja": TEMPLATE}),
     "label of several types": rows(
         "train.jsonl, line 2: `label` holds",

@@ -33,8 +33,12 @@ def render(tokenizer, template, messages, tools=None):
     return text, [(span.begin, span.end) for span in spans]
 
 
+PLAIN_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {  # and what each writes around an assistant's words
-    "chatml": ((kit.REPOSITORY / "configs/chatml.jinja").read_text(), "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "chatml": (PLAIN_CHATML, "<|im_start|>assistant\n", "<|im_end|>\n"),
     "mistral": (
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
         "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",

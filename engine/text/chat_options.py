@@ -1,0 +1,99 @@
+"""Options of tasks that read chats: the chat template, its variables, and which words are targets.
+
+A copy that has removed chats keeps this file. Tests: tests/engine/text/test_template_choice.py.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.errors import UsageError, may_be_removed
+from engine.config.option import AS_GIVEN, option
+
+CHATS = "chats"  # the `row_format` of a task whose rows are chats
+
+
+@dataclass
+class ChatOptions:
+    """The fields of the run file about chats; the `Options` of a task that reads chats derive from it."""
+
+    # from_checkpoint is false: the tokenizer of a checkpoint has the template of a file, training_template the name.
+    chat_template: str | None = option(
+        "chat template: a name of configs/chat_templates, or a Jinja file (default: the tokenizer's own, or a template that "
+        "writes the same and trains every turn)",
+        is_path=AS_GIVEN,
+        from_checkpoint=False,
+    )
+    # Harmless from a checkpoint: a template runs in a sandbox.
+    chat_template_kwargs: dict | None = option(
+        "variables of the chat template for all chats, such as {enable_thinking: false}; those in a row's column of this "
+        "name take precedence",
+        from_checkpoint=True,
+    )
+    train_turns: str = option(
+        "all: each turn of the assistant is a target; last: only its last one, and reasoning of earlier turns is left out "
+        "as at inference",
+        "all",
+        choices=("all", "last"),
+    )
+    empty_reasoning: str = option(
+        "an empty block of reasoning that the template writes in a turn without any: masked (no target) or trained",
+        "masked",
+        choices=("masked", "trained"),
+    )
+    # may_change_on_resume: the prepared rows are compared, which this decides.
+    training_template: str | None = option(
+        "what writes the chats in training: own (the tokenizer's template), trl, or a name of configs/chat_templates "
+        "(default: chosen at the start, and recorded here)",
+        may_change_on_resume=True,
+        from_checkpoint=True,
+        is_rare=True,
+    )
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How chats become text, and which words of them are targets."""
+
+    template: str | None = None  # stands in for the tokenizer's own one; None: that one
+    variables: dict[str, Any] = field(default_factory=dict)
+    only_last_turn: bool = False
+    masks_empty_reasoning: bool = True
+    choice: str = ""  # which template, and why, for the plan
+
+    def settings(self, tokenizer: Any) -> tuple:
+        """Return everything that rows depend on, for the key of prepared data.
+
+        Of default settings it is the template alone."""
+        template = self.template or getattr(tokenizer, "chat_template", None)
+        others = (sorted(self.variables.items()), self.only_last_turn, self.masks_empty_reasoning)
+        return (template,) if others == ([], False, True) else (template, *others)
+
+    def unused_fields(self) -> list[str]:
+        """Return the fields of the run file that have no effect on rows that are not chats."""
+        fields = {"chat_template_kwargs": self.variables, "train_turns": self.only_last_turn}
+        return [name for name, value in fields.items() if value]
+
+    def plan(self, formats: set[str]) -> dict[str, str]:
+        """Return the row of the plan that says which template writes the chats, and why; nothing for other rows."""
+        return {"chat template": self.choice} if CHATS in formats else {}
+
+
+def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:
+    """Return how the chats of a run become text: a function of the tokenizer and the options alone.
+
+    Sets `options.training_template`, and gives the tokenizer the template that is saved with the model. Raise UsageError
+    for a template that does not exist, or options that have no effect."""
+    defaults = ChatOptions()
+    changed = [name for name in vars(defaults) if getattr(options, name) != getattr(defaults, name)]
+    if tokenizer is None:
+        if options.chat_template or options.chat_template_kwargs:
+            raise UsageError(
+                "chat_template and chat_template_kwargs need a tokenizer: give --tokenizer_name, or omit them"
+            )
+        return ChatFormat()
+    if not changed and importlib.util.find_spec("engine.text.template_choice") is None:
+        return ChatFormat()  # a copy that has removed chats
+    with may_be_removed(CHATS):
+        from engine.text.template_choice import choose_template
+    return choose_template(tokenizer, options)

@@ -1,0 +1,180 @@
+"""Choice of the chat template that writes the chats of a run in training, and of the one that is saved with the model.
+
+Both are functions of the tokenizer and the options alone, so all ranks choose the same. Tests:
+tests/engine/text/test_template_choice.py.
+"""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.config.errors import UsageError, did_you_mean, errors_of
+from engine.config.paths import locate
+from engine.text.chat_options import ChatFormat, ChatOptions
+from engine.text.template_families import family_files, family_of, trains_all_turns
+from engine.text.template_variables import names_in, variables_of, without_marks
+
+OWN = "own"
+TRL = "trl"
+MOVED_FILE = "configs/chatml.jinja"  # of earlier versions, now the name chatml
+KEPT = "final/ keeps the tokenizer's own"
+
+
+class Choice(NamedTuple):
+    """A template that writes chats: `name` is recorded as `training_template`; `text` is None for the tokenizer's own."""
+
+    name: str
+    text: str | None
+    reason: str
+
+
+def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
+    """Return how the chats of a run become text.
+
+    Sets `options.training_template`, and gives the tokenizer the template that is saved with the model. Raise UsageError
+    for a template that does not exist, or variables that it does not read."""
+    if options.chat_template:
+        choice = _choose_given(tokenizer, options.chat_template)
+    elif not tokenizer.chat_template:
+        choice = Choice(OWN, None, "")
+    elif options.training_template:
+        choice = _choose_recorded(tokenizer, options.training_template)
+    else:
+        choice = _choose_by_tokenizer(tokenizer, options.train_turns == "last")
+    if options.training_template not in (None, choice.name):
+        raise UsageError(
+            f"training_template is {options.training_template}, but chat_template {options.chat_template} makes it "
+            f"{choice.name}: give --training_template {choice.name}, or remove one of them"
+        )
+    if tokenizer.chat_template:
+        options.training_template = choice.name
+    variables = options.chat_template_kwargs or {}
+    _check_variables(tokenizer, choice, variables)
+    only_last_turn = options.train_turns == "last"
+    what = f"{choice.name}: {choice.reason}" if choice.reason else ""
+    if what and only_last_turn:
+        what += "; of the assistant's turns only the last one is trained"
+    return ChatFormat(choice.text, variables, only_last_turn, options.empty_reasoning == "masked", what)
+
+
+def _choose_given(tokenizer: Any, given: str) -> Choice:
+    """Return the template that the field chat_template names, and let the tokenizer have it where it must be saved."""
+    families = family_files()
+    file = Path(locate(given))
+    name = given
+    if given.endswith(MOVED_FILE) and not file.is_file():
+        name = "chatml"
+    if name in families:
+        text = families[name].read_text(encoding="utf-8")
+        if tokenizer.chat_template and family_of(tokenizer) == name:
+            return Choice(name, text, f"chat_template names it, and it writes what the tokenizer's own writes; {KEPT}")
+        tokenizer.chat_template = without_marks(text)
+        return Choice(name, text, "chat_template names it; final/ has it, too")
+    if "/" not in given and "." not in given and not file.is_file():
+        raise UsageError(
+            f"chat_template: {given} is neither a file nor one of the templates {', '.join(families)}"
+            f"{did_you_mean(given, families)}"
+        )
+    with errors_of(f"chat_template: {given} cannot be read"):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    with errors_of(f"chat_template: {given} is not a Jinja template"):
+        names_in(tokenizer.chat_template)
+    return Choice(OWN, None, f"the file {given}, as chat_template says; final/ has it, too")
+
+
+def _choose_recorded(tokenizer: Any, name: str) -> Choice:
+    """Return the template that an earlier start of this run has chosen, or the checkpoint that is evaluated."""
+    if name == OWN:
+        return Choice(OWN, None, "the tokenizer's, as training_template says")
+    if name == TRL:
+        text = _training_template_of_trl(tokenizer)
+        if text is None:
+            raise UsageError(
+                "training_template is trl, but the package trl has no training template for the tokenizer's own: give "
+                "--training_template own"
+            )
+        return Choice(TRL, text, f"as training_template says; {KEPT}")
+    families = family_files()
+    if name not in families:
+        raise UsageError(
+            f"training_template: {name} is none of {OWN}, {TRL}, {', '.join(families)}"
+            f"{did_you_mean(name, (OWN, TRL, *families))}"
+        )
+    return Choice(name, families[name].read_text(encoding="utf-8"), f"as training_template says; {KEPT}")
+
+
+def _choose_by_tokenizer(tokenizer: Any, only_last_turn: bool) -> Choice:
+    """Return the tokenizer's own template if it trains every turn; else one that writes the same and does."""
+    if only_last_turn:
+        return Choice(OWN, None, "the tokenizer's, which writes earlier turns as at inference")
+    if trains_all_turns(tokenizer):
+        return Choice(OWN, None, "the tokenizer's, which trains every turn")
+    reason = f"it writes what the tokenizer's own writes, and trains every turn; {KEPT}"
+    family = family_of(tokenizer)
+    if family is not None:
+        return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)
+    if _is_known_to_trl(_default(tokenizer.chat_template)):
+        text = _training_template_of_trl(tokenizer)
+        if text is not None:
+            return Choice(
+                TRL, text, f"training template of the package trl {importlib.metadata.version('trl')}: {reason}"
+            )
+    return Choice(
+        OWN, None, "the tokenizer's; chats that it does not write whole, or whose turns it changes, are refused"
+    )
+
+
+# ---- templates of the package trl ------------------------------------------------------------------------------------
+
+
+def _default(template: Any) -> str:
+    """Return a template; of several, the one without tools."""
+    if isinstance(template, dict):
+        return template.get("default", "")
+    return template
+
+
+def _is_known_to_trl(template: str) -> bool:
+    """Return whether the package trl is installed and has this template. Importing it takes seconds, so its files are read."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        return False
+    files = (Path(spec.origin).parent / "chat_templates").glob("*.jinja")
+    return any(file.read_text(encoding="utf-8") == template for file in files)
+
+
+def _training_template_of_trl(tokenizer: Any) -> str | None:
+    """Return trl's training template of the tokenizer's own one; None if it has none.
+
+    Raise UsageError if trl is not installed."""
+    if importlib.util.find_spec("trl") is None:
+        raise UsageError(
+            "training_template is trl, but the package trl is not installed: install it (requirements-extra.txt), or give "
+            "--training_template own"
+        )
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # a template that it does not know
+        return None
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+
+
+def _check_variables(tokenizer: Any, choice: Choice, given: dict[str, Any]) -> None:
+    """Raise UsageError for a variable that the template does not read, so that it would be ignored."""
+    own = tokenizer.chat_template or ""
+    templates = [choice.text or own] if choice.text or isinstance(own, str) else list(own.values())
+    names: set[str] = set()
+    for template in templates:
+        names |= variables_of(tokenizer, template)
+    for name in given:
+        if name not in names:
+            of_it = f"its variables are {', '.join(sorted(names))}" if names else "it has no variables"
+            raise UsageError(
+                f"chat_template_kwargs: {name} is not read by the chat template ({choice.name}), so it would be ignored: {of_it}"
+                f"{did_you_mean(name, names)}"
+            )

@@ -1,0 +1,55 @@
+"""Variables of chat templates (`enable_thinking`, …): which ones a template reads, and the values that a row gives.
+
+Tests: tests/engine/text/test_template_choice.py and tests/engine/text/test_chat.py.
+"""
+
+import functools
+import inspect
+import json
+from typing import Any
+
+from engine.text.chat_spans import END_GENERATION, GENERATION
+from engine.text.chat_turns import warn_once
+
+OF_TRANSFORMERS = ("messages", "raise_exception", "strftime_now")
+
+
+def without_marks(template: str) -> str:
+    """Return a chat template that writes the same without {% generation %}, which few programs read."""
+    template = GENERATION.sub(r"{%\1 if true \2%}", template)
+    return END_GENERATION.sub(r"{%\1 endif \2%}", template)
+
+
+@functools.lru_cache
+def names_in(template: str) -> frozenset[str]:
+    """Return the names that a chat template reads. Raise jinja2.TemplateSyntaxError if it is no Jinja template."""
+    from jinja2 import Environment, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(without_marks(template))))
+
+
+@functools.lru_cache
+def variables_of(tokenizer: Any, template: str) -> frozenset[str]:
+    """Return the variables of a chat template that a run or a row may set: not its turns, its tools or special tokens."""
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+    return names_in(template) - {*arguments, *OF_TRANSFORMERS, *tokenizer.special_tokens_map}
+
+
+def read_variables(given: Any, tokenizer: Any, template: str) -> dict[str, Any]:
+    """Return the variables that a row gives, a mapping or JSON text, without nulls and those that the template ignores.
+
+    Raise ValueError for another value."""
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`chat_template_kwargs` of the row is text, but not JSON: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"`chat_template_kwargs` of the row is {type(values).__name__}: give names and values")
+    values = {name: value for name, value in values.items() if value is not None}  # where others have it, in Parquet
+    ignored = sorted(values.keys() - variables_of(tokenizer, template))
+    for name in ignored:
+        warn_once(f"chat_template_kwargs of rows: the chat template does not read {name}: it is not used")
+    return {name: value for name, value in values.items() if name not in ignored}

@@ -1,0 +1,408 @@
+"""Which template writes the chats of a run, which one is saved, and what of a chat is a target by the options of a run."""
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import train
+from engine.config import parsing
+from engine.config.errors import UsageError
+from engine.task_registry import OPTIONS
+from engine.text.chat import encode_chat
+from engine.text.chat_options import ChatFormat, ChatOptions, make_chat_format
+from engine.text.chat_turns import warn_once
+from engine.text.template_choice import choose_template
+from engine.text.template_families import family_files
+from engine.text.template_variables import without_marks
+from engine.text.tokenize_and_pack import IGNORED
+from tests.helpers import kit
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+]
+REASONED = [turn | {"reasoning_content": f"why {turn['content']}"} if i % 2 else turn for i, turn in enumerate(CHAT)]
+# As a published template of Qwen 3: only the last turn has its block of reasoning, so earlier turns change.
+STOCK = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+TEXTS = {name: file.read_text() for name, file in family_files().items()}
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["a def f(x)"] * 9)
+
+
+def tokenizer_with(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def targets(tokenizer, chat_format: ChatFormat, chat=CHAT, variables=None) -> tuple[str, list[str]]:
+    """Return (text, the targets of each turn) of a chat."""
+    ids, labels, _ = encode_chat(tokenizer, chat, "row 3", None, chat_format=chat_format, variables=variables)
+    parts = re.split(
+        r"(?:\x00)+", "".join("\x00" if label == IGNORED else tokenizer.decode([label]) for label in labels)
+    )
+    return tokenizer.decode(ids), [part for part in parts if part]
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "plain.jinja"
+    path.write_text(PLAIN)
+    return path
+
+
+CHOICES = {  # tokenizer's own template, chat_template -> training_template, template of rows, saved template, reason
+    "trains every turn": (TEXTS["qwen3"], None, "own", None, TEXTS["qwen3"], "which trains every turn"),
+    "changes earlier turns": (STOCK, None, "qwen3", TEXTS["qwen3"], STOCK, "final/ keeps the tokenizer's own"),
+    "unknown": (PLAIN, None, "own", None, PLAIN, "are refused"),
+    "none": (None, None, None, None, None, ""),
+    "none, name": (None, "qwen3", "qwen3", TEXTS["qwen3"], without_marks(TEXTS["qwen3"]), "final/ has it, too"),
+    "name of its family": (STOCK, "qwen3", "qwen3", TEXTS["qwen3"], STOCK, "final/ keeps the tokenizer's own"),
+    "other name": (STOCK, "llama3", "llama3", TEXTS["llama3"], without_marks(TEXTS["llama3"]), "final/ has it, too"),
+    "file": (STOCK, "FILE", "own", None, PLAIN, "final/ has it, too"),
+    "name of earlier versions": (
+        *(None, "configs/chatml.jinja"),
+        *("chatml", TEXTS["chatml"], without_marks(TEXTS["chatml"]), "final/ has it, too"),
+    ),
+}
+
+
+def choose(folder, file, case: str) -> tuple:
+    own, given, *_ = CHOICES[case]
+    tokenizer = tokenizer_with(folder, own)
+    options = ChatOptions(chat_template=str(file) if given == "FILE" else given)
+    chosen = make_chat_format(tokenizer, options)
+    return options.training_template, chosen.template, tokenizer.chat_template, chosen.choice
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice_is_made_by_tokenizer_and_options(folder, file, case, monkeypatch):
+    """The mutant saves the template of the rows; another one chooses by the rank."""
+    *_, name, template, saved, reason = CHOICES[case]
+    chosen = choose(folder, file, case)
+    assert chosen[:3] == (name, template, saved)
+    assert reason in chosen[3]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose(folder, file, case) == chosen
+
+
+def test_mutant_that_saves_the_template_of_the_rows_is_caught():
+    assert [case for case, (*_, rows, saved, _) in CHOICES.items() if rows not in (None, saved)] != []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_saved_template_writes_what_the_rows_have(folder, name):
+    tokenizer = tokenizer_with(folder, None)
+    chosen = choose_template(tokenizer, ChatOptions(chat_template=name))
+    saved = tokenizer_with(folder, tokenizer.chat_template)
+    assert "generation %}" not in saved.chat_template
+    for options in ({}, {"add_generation_prompt": True}):
+        chat = CHAT[:3] if options else CHAT
+        texts = [
+            each.apply_chat_template(chat, tokenize=False, chat_template=template, **options)
+            for each, template in ((tokenizer, chosen.template), (saved, None))
+        ]
+        assert texts[0] == texts[1]
+        assert "hello" in texts[0]
+
+
+@pytest.mark.parametrize(
+    "own, options, words",
+    [
+        (STOCK, {"chat_template": "quen3"}, r"chat_template: quen3 is neither.*chatml.*did you mean qwen3"),
+        (STOCK, {"chat_template": "no.jinja"}, r"chat_template: no.jinja cannot be read"),
+        (STOCK, {"chat_template": "BROKEN"}, r"chat_template: .*broken.jinja is not a Jinja template"),
+        (STOCK, {"training_template": "quen3"}, r"training_template: quen3 is none of own, trl, .*did you mean qwen3"),
+        (
+            *(STOCK, {"training_template": "own", "chat_template": "qwen3"}),
+            r"training_template is own, but chat_template qwen3 makes it qwen3: give --training_template qwen3",
+        ),
+        (
+            *(STOCK, {"chat_template_kwargs": {"enable_thinkin": False}}),
+            r"chat_template_kwargs: enable_thinkin is not read.*\(qwen3\).*did you mean enable_thinking",
+        ),
+        (PLAIN, {"chat_template_kwargs": {"messages": []}}, r"messages is not read.*\(own\).*it has no variables"),
+        (PLAIN, {"chat_template_kwargs": {"tools": []}}, r"chat_template_kwargs: tools is not read"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(folder, tmp_path, own, options, words):
+    if options.get("chat_template") == "BROKEN":
+        options = {"chat_template": str(tmp_path / "broken.jinja")}
+        (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(UsageError, match=words):
+        make_chat_format(tokenizer_with(folder, own), ChatOptions(**options))
+
+
+def test_options_of_chats_need_a_tokenizer():
+    with pytest.raises(UsageError, match="need a tokenizer"):
+        make_chat_format(None, ChatOptions(chat_template_kwargs={"a": 1}))
+    assert make_chat_format(None, ChatOptions()) == ChatFormat()
+
+
+def test_key_of_prepared_data_has_each_setting(folder):
+    """That of default settings is the template alone, as in earlier versions. The mutants forget one of them."""
+    tokenizer = tokenizer_with(folder, STOCK)
+    plain = ChatFormat()
+    assert plain.settings(tokenizer) == (STOCK,)
+    others = [
+        {"template": TEXTS["qwen3"]},
+        {"variables": {"enable_thinking": False}},
+        {"only_last_turn": True},
+        {"masks_empty_reasoning": False},
+    ]
+    assert len({repr(replace(plain, **other).settings(tokenizer)) for other in [{}, *others]}) == 5
+
+
+def test_a_resumed_run_may_not_change_what_is_trained():
+    kept = {
+        name for name in vars(ChatOptions()) if not parsing.declared_options(ChatOptions)[name].may_change_on_resume
+    }
+    assert kept == {"chat_template", "chat_template_kwargs", "train_turns", "empty_reasoning"}
+    tasks = [task for task in ("causal_lm", "distillation", "preference") if task in OPTIONS]
+    assert all(issubclass(OPTIONS[task](), ChatOptions) for task in tasks)
+
+
+# ---- what is a target ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [STOCK, "qwen3"])
+def test_empty_reasoning_is_no_target_unless_asked_for(folder, own):
+    """The mutant trains the block, so a thinking model learns not to think."""
+    tokenizer = tokenizer_with(folder, STOCK)
+    masked, trained = (
+        make_chat_format(
+            tokenizer, ChatOptions(empty_reasoning=which, training_template="own" if own == STOCK else own)
+        )
+        for which in ("masked", "trained")
+    )
+    chat = CHAT[:2] if own == STOCK else CHAT
+    words = ["hello<|im_end|>\n", "bye<|im_end|>\n"][: len(chat) // 2]
+    assert targets(tokenizer, masked, chat)[1] == words
+    assert targets(tokenizer, trained, chat)[1] == [EMPTY + each for each in words]
+    assert targets(tokenizer, masked, chat)[0] == targets(tokenizer, trained, chat)[0]
+    # A turn with reasoning is trained whole, and so is the word that looks like a block within an answer.
+    reasoned = [REASONED[0], REASONED[1] | {"content": f"hello {EMPTY}x"}]
+    assert targets(tokenizer, masked, reasoned)[1] == [f"<think>\nwhy hello\n</think>\n\nhello {EMPTY}x<|im_end|>\n"]
+
+
+def test_empty_block_that_only_the_row_writes_is_a_target(folder):
+    """Under a template that writes none, no prompt ends with it."""
+    tokenizer = tokenizer_with(folder, TEXTS["chatml"])
+    chat = [CHAT[0], CHAT[1] | {"content": f"{EMPTY}hello"}]
+    assert targets(tokenizer, make_chat_format(tokenizer, ChatOptions()), chat)[1] == [f"{EMPTY}hello<|im_end|>\n"]
+
+
+def test_empty_block_that_the_prompt_begins(folder):
+    """As DeepSeek R1 and Qwen 3 Thinking, whose prompts end with <think>."""
+    template = STOCK.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
+    tokenizer = tokenizer_with(folder, template)
+    own = ChatFormat()
+    assert targets(tokenizer, own, CHAT[:2])[1] == ["hello<|im_end|>\n"]
+    trained = replace(own, masks_empty_reasoning=False)
+    assert targets(tokenizer, trained, CHAT[:2])[1] == ["\n</think>\n\nhello<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("name", [None, "qwen3"])
+def test_only_the_last_turn_is_trained_and_earlier_reasoning_is_left_out(folder, name):
+    """The text is that of the tokenizer's own template. The mutant keeps the reasoning under a template that trains it."""
+    tokenizer = tokenizer_with(folder, STOCK)
+    chosen = make_chat_format(tokenizer, ChatOptions(chat_template=name, train_turns="last"))
+    assert chosen.template == (TEXTS["qwen3"] if name else None)
+    assert "only the last one" in chosen.choice
+    in_content = [REASONED[0], CHAT[1] | {"content": "<think>\nwhy hello\n</think>\n\nhello"}, *REASONED[2:]]
+    for chat in (REASONED, in_content if name else REASONED):
+        text, spoken = targets(tokenizer, chosen, chat)
+        assert spoken == ["<think>\nwhy bye\n</think>\n\nbye<|im_end|>\n"]
+        assert "why hello" not in text
+    assert "hello" in text
+    assert targets(tokenizer, make_chat_format(tokenizer, ChatOptions()), REASONED)[1][0].startswith(
+        "<think>\nwhy hello"
+    )
+    # A turn that a row excludes stays excluded, and so is a chat without the assistant.
+    assert targets(tokenizer, chosen, [*REASONED[:3], REASONED[3] | {"train": False}])[1] == []
+    assert targets(tokenizer, chosen, CHAT[:1])[1] == []
+
+
+def test_reasoning_after_the_last_question_stays(folder):
+    """Between calls of tools a model goes on thinking, at inference too."""
+    call = {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": [{"function": CALL}]}
+    chat = [CHAT[0], call, {"role": "tool", "content": "5"}, REASONED[3]]
+    tokenizer = tokenizer_with(folder, None)
+    chosen = make_chat_format(tokenizer, ChatOptions(chat_template="qwen3", train_turns="last"))
+    text, spoken = targets(tokenizer, chosen, chat)
+    assert "<think>\nlook" in text
+    assert spoken == ["<think>\nwhy bye\n</think>\n\nbye<|im_end|>\n"]
+
+
+CALL = {"name": "f", "arguments": {"x": 1}}
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+
+VARIABLE = "{% if tone is defined %}<{{ tone }}>{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    "of_run, of_row, written",
+    [
+        ({}, None, ""),
+        ({"tone": "dry"}, None, "<dry>"),
+        ({"tone": "dry"}, {"tone": "warm"}, "<warm>"),  # the row takes precedence
+        ({"tone": "dry"}, {"tone": None}, "<dry>"),  # in Parquet, a key that other rows have
+        ({}, '{"tone": "warm"}', "<warm>"),
+    ],
+)
+def test_variables_of_run_and_row(folder, of_run, of_row, written):
+    tokenizer = tokenizer_with(folder, VARIABLE)
+    chosen = make_chat_format(tokenizer, ChatOptions(chat_template_kwargs=of_run))
+    assert (
+        targets(tokenizer, chosen, CHAT, of_row)[0]
+        == f"{written}user: hi\nassistant: hello\nuser: and?\nassistant: bye\n"
+    )
+
+
+def test_variables_of_a_row_that_are_not_read_are_warned_of(folder, capsys):
+    warn_once.cache_clear()
+    tokenizer = tokenizer_with(folder, VARIABLE)
+    assert targets(tokenizer, ChatFormat(), CHAT, {"enable_thinking": False, "messages": []})[0].startswith("user: hi")
+    warnings = capsys.readouterr().err
+    assert "does not read enable_thinking" in warnings
+    assert "does not read messages" in warnings
+    for bad, words in (("{", "not JSON"), ([1], "is list")):
+        with pytest.raises(UsageError, match=f"row 3: .*chat_template_kwargs.*{words}"):
+            targets(tokenizer, ChatFormat(), CHAT, bad)
+
+
+def test_date_of_a_run_replaces_that_of_today(folder, capsys):
+    template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }}"
+    )
+    tokenizer = tokenizer_with(folder, template + kit.CHATML)
+    for given, warned in (({}, True), ({"date_string": "1 May"}, False)):
+        warn_once.cache_clear()
+        chosen = make_chat_format(tokenizer, ChatOptions(chat_template_kwargs=given))
+        targets(tokenizer, chosen)
+        assert ("writes the date" in capsys.readouterr().err) == warned
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps on chats of several turns, which the tokenizer's own template cannot train, on two processes."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = [{"messages": [turn | {"content": f"{turn['content']} {i}"} for turn in CHAT]} for i in range(24)]
+    fields = {"train_file": kit.write_jsonl(folder / "train.jsonl", rows)}
+    fields |= {"validation_file": kit.write_jsonl(folder / "validation.jsonl", rows[:5])}
+    fields["tokenizer_name"] = kit.tiny_tokenizer(folder / "tokenizer", ["hello bye"], chat_template=STOCK)
+    config = {name: value for name, value in kit.LLAMA.items() if name != "vocab_size"}
+    fields["model_config"] = kit.write_yaml(folder / "llama.yaml", config)
+    fields |= {"cache_dir": folder / "cache", "max_steps": 2, "eval_steps": 2, "dtype": "float64"}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 4}
+    return kit.run_training(2, folder / "run", *kit.flags(**fields)), fields
+
+
+def test_a_run_saves_the_tokenizers_own_template(run):
+    """In final/ and in checkpoints; the mutant saves the one that stood in for it."""
+    trained, _ = run
+    saved = list(trained.folder.rglob("chat_template.jinja"))
+    assert {file.parent.name for file in saved} == {"final", "step_00000002"}
+    assert [file.read_text() for file in saved] == [STOCK] * 2
+    assert "training_template: qwen3" in (trained.folder / "config.yaml").read_text()
+
+
+def test_plan_names_the_template(run, tmp_path, capsys):
+    """For chats only, also if the rows are prepared already."""
+    _, fields = run
+    out = ("--dry_run", "--output_dir", str(tmp_path / "run"))
+    train.main([*kit.flags(**fields), *out])
+    assert re.search(r"^  chat template +qwen3: .*final/ keeps the tokenizer's own$", capsys.readouterr().out, re.M)
+    text = kit.write_jsonl(tmp_path / "text.jsonl", [{"text": "hello"}] * 9)
+    train.main([*kit.flags(**fields | {"train_file": text, "validation_file": text, "train_turns": "last"}), *out])
+    printed = capsys.readouterr()
+    assert "chat template" not in printed.out
+    assert "train_turns of the run file have no effect" in printed.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_reads_chats_as_the_run_did(run, tmp_path):
+    """Of final/, whose tokenizer has its own template. The mutant reads them with another one."""
+    trained, _ = run
+    expected = trained.kind("eval")[-1]["loss"]
+    flags = ["--checkpoint", trained.folder / "final"]
+    same, mutant = (
+        kit.run_evaluation(1, tmp_path / f"eval{len(more)}", *flags, *more)["loss"]
+        for more in ([], ["--training_template", "chatml"])
+    )
+    assert same == pytest.approx(expected, rel=1e-12)
+    assert mutant != pytest.approx(expected, rel=1e-4)
+
+
+def test_a_resume_with_another_template_is_refused(run, monkeypatch):
+    """It would train other rows; the template is named as the reason."""
+    trained, fields = run
+    flags = kit.flags(**fields | {"max_steps": 3, "training_template": "chatml"})
+    codes, [output] = kit.run_command("train.py", *flags, "--output_dir", trained.folder, folder=trained.folder.parent)
+    assert codes == [2], output
+    assert "holds another run" in output
+    assert "training_template: qwen3 → chatml" in output
+
+
+# ---- the package trl -------------------------------------------------------------------------------------------------
+
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the package trl")
+
+
+@needs_trl
+def test_templates_of_trl_serve_what_it_knows(folder):
+    stock = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+    own = (stock / "llama3.jinja").read_text()
+    tokenizer = tokenizer_with(folder, own)
+    tokenizer.bos_token = "<|endoftext|>"
+    options = ChatOptions()
+    chosen = make_chat_format(tokenizer, options)
+    assert (options.training_template, tokenizer.chat_template) == ("trl", own)
+    assert chosen.template == (stock / "llama3_training.jinja").read_text()
+    assert "trl 1." in chosen.choice
+    text, spoken = targets(tokenizer, chosen)
+    assert spoken == ["hello<|eot_id|>", "bye<|eot_id|>"]
+    assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
+
+
+@needs_trl
+def test_without_trl_its_template_is_asked_for_in_one_sentence(folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find(name))
+    with pytest.raises(UsageError, match=r"package trl is not installed.*--training_template own"):
+        make_chat_format(tokenizer_with(folder, STOCK), ChatOptions(training_template="trl"))
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="trl has no training template for the tokenizer's own"):
+        make_chat_format(tokenizer_with(folder, STOCK), ChatOptions(training_template="trl"))
