@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.config.addons import used_addons
+from engine.models import base_model
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -158,9 +159,32 @@ class Task:
         """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this.
 
         `on_built` is called with the model before that."""
-        model = self.build(weights, empty=True) if empty else self.build(weights)
+        model = self.build_base(weights, empty)
         if on_built is not None:
             on_built(model)
         for each in used_addons(self.cfg):
             each.change_built_model(self, model, weights, empty)
         return model
+
+    def build_base(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        """Return what `build` returns. If the folder `weights` leaves out its base model, build that, wherever it is.
+
+        Afterwards `base_model` is the one that checkpoints leave out, None if they hold the whole model."""
+        leaves_out_base = base_model.leaves_out_base(self.cfg)
+        if empty and not hasattr(self, "base_model"):  # a dry run; otherwise rank 0 has sent what it found
+            self.base_model = base_model.find_base(self.cfg, weights, read=False) if leaves_out_base else None
+        if empty:
+            return self.build(weights, empty=True)
+        self.base_model = base_model.find_base(self.cfg, weights) if leaves_out_base else None
+        if self.base_model is None:
+            return self.build(weights)
+        if self.base_model.is_random:
+            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
+                model = self.build(None)
+            self.base_model = base_model.check_random(self.base_model, self.saved(model), weights)
+            base_model.cast_(model, getattr(torch, self.cfg.dtype))
+            return model
+        if weights is None or base_model.read_base(weights) is None:  # the base model itself
+            return self.build(weights)
+        with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
+            return self.build(None)

@@ -1,7 +1,7 @@
 """Adapters (LoRA and others of the package peft) around any model: the field `peft`.
 
-A checkpoint holds the base model under its own names, so that `build` loads it, and adapter.safetensors beside it.
-Tests: tests/addons/adapters/test_peft.py.
+A checkpoint holds what is trained (adapter.safetensors) and the identity of the base model, but no weight of that
+(engine/models/base_model.py). Tests: tests/addons/adapters/.
 """
 
 import copy
@@ -23,6 +23,7 @@ from engine.config.errors import UsageError, errors_of
 from engine.config.option import option
 from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
+from engine.models.base_model import read_base, tensors_of_base
 
 ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
@@ -161,14 +162,26 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
         state[name].copy_(value)
 
 
+def trained_tensors(task: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds of an adapted model, by name: all but the base model.
+
+    If the base model is nowhere else (older checkpoints), this includes what merging would change of it."""
+    state = model.state_dict(keep_vars=True)
+    left_out = tensors_of_base(task, model, state)
+    if not left_out:
+        names = vars(model)["base_names"]
+        left_out = {name for name in state if names.get(name) == name}
+    return {name: value.detach() for name, value in state.items() if name not in left_out}
+
+
 @torch.no_grad()
 def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return (the model of `folder` with its adapter merged, the tensors that it had before and that merging lost).
+    """Return (the model of `folder` with its adapter merged, what was trained of it before merging, by name).
 
     Write the adapter as peft does to FOLDER/adapter."""
     from peft.utils import get_peft_model_state_dict
 
-    whole = task.build(str(folder))
+    whole = task.build_base(str(folder))
     tuner = add_adapter(task, whole, folder)
     model, config = tuner.model, tuner.peft_config[NAME]
     export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
@@ -181,10 +194,10 @@ def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Ten
     config.save_pretrained(folder / ADAPTER)
     named = {f"base_model.model.{name}": value.clone() for name, value in export.items()}
     save_file(named, folder / ADAPTER / "adapter_model.safetensors", {"format": "pt"})
-    names = vars(model).pop("base_names")
-    lost = {name: value.clone() for name, value in model.state_dict().items() if names.get(name) != name}
+    trained = {name: value.clone() for name, value in trained_tensors(task, model).items()}
+    vars(model).pop("base_names")
     tuner.merge_and_unload()
-    return whole, lost
+    return whole, trained
 
 
 # ---- the add-on --------------------------------------------------------------------------------------------------------
@@ -224,13 +237,25 @@ class Peft(AddOn):
         base = cfg.init_from or cfg.model_name_or_path or "random weights"
         return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
 
+    def names_of_base(self, model: torch.nn.Module) -> set[str]:
+        """Return the names that the tensors of the base model have below the adapter; none if it is merged."""
+        return set(vars(model).get("base_names", ()))
+
+    def has_trained(self, folder: Path) -> bool:
+        """Return whether a checkpoint or final/ has an adapter."""
+        return bool(adapter_files(folder))
+
     def write_own_tensors(
         self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
     ) -> dict[str, torch.Tensor]:
-        """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
+        """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names.
+
+        If checkpoints leave out the base model, all `tensors` are trained or changed by training: write them."""
         if "base_names" not in vars(model):
             return tensors  # the adapter is merged
         base: dict[str, str] = vars(model)["base_names"]
+        if read_base(folder) is not None:
+            base = {}
         adapter = {name: value for name, value in tensors.items() if name not in base}
         if adapter or world == 1:
             write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
@@ -240,11 +265,13 @@ class Peft(AddOn):
         """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
 
         The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
-        whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
+        task = copy.copy(task)  # building a model sets attributes of its task
+        whole, trained = merge(task, folder)
         for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
             path.unlink()
+        task.base_model = None  # this folder holds the whole model, too
         write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
-        write_tensors(lost, folder / f"{ADAPTER}.safetensors")
+        write_tensors(trained, folder / f"{ADAPTER}.safetensors")
         return True
 
     def model_card(self, cfg: Any) -> str:

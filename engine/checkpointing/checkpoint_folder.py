@@ -19,6 +19,7 @@ from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.train_state import Run, TrainState
+from engine.models.base_model import tensors_of_base
 from engine.storage import verify_hashes
 
 TENSOR = (torch.Tensor, ShardedTensorRef)
@@ -31,9 +32,13 @@ def collect_tensors(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Return ({part: {name: tensor}}, {part: {name: other value}}) of the model and of `parts`.
 
-    A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
+    A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings. Tensors of a base
+    model that checkpoints leave out are not among them."""
     model = model_with_loss.model
-    tensors = {"model": backend.named_weights(model_with_loss.task.saved(model))}
+    saved = model_with_loss.task.saved(model)
+    weights = backend.named_weights(saved)
+    left_out = tensors_of_base(model_with_loss.task, saved, weights)
+    tensors = {"model": {name: value for name, value in weights.items() if name not in left_out}}
     values = {}
     for part, holder in parts.items():
         state = backend.named_moments(model, holder) if part == "optimizer" else holder.state_dict()

@@ -33,13 +33,17 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     task = model_with_loss.task
     model = task.saved(model_with_loss.model)
     file = folder / file_name("model", rank, world)
+    leaves_out_base = getattr(task, "base_model", None) is not None
+    if leaves_out_base:
+        task.base_model.write(folder)  # before the add-ons write what they have trained
     for addon in used_addons(task.cfg):
         tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
-    if not hasattr(model, "save_pretrained"):
+    if leaves_out_base:
+        _write_without_weights(task, model, folder)
+    elif not hasattr(model, "save_pretrained"):
         if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
             write_tensors(tensors, file, {"format": "pt"})
-        config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
-        (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+        _write_config(task, model, folder)
     elif world == 1:
         model.save_pretrained(folder, state_dict=dict(tensors))  # transformers empties the dict
         _check_written(model, folder, tensors)
@@ -55,6 +59,11 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
             if path.suffix != ".safetensors":
                 path.unlink()
         return
+    _write_tokenizer(task, folder)
+
+
+def _write_tokenizer(task: Any, folder: Path) -> None:
+    """Write what makes the inputs of the model: a tokenizer, an image processor."""
     tokenizer: Any = getattr(task, "tokenizer", None)
     image_processor: Any = getattr(task, "image_processor", None)
     if getattr(tokenizer, "is_fast", False):
@@ -63,6 +72,23 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
         tokenizer.save_pretrained(folder)
     if image_processor is not None:
         image_processor.save_pretrained(folder)
+
+
+def _write_without_weights(task: Any, model: torch.nn.Module, folder: Path) -> None:
+    """Write the configuration of a model of which add-ons have written what is trained."""
+    if not hasattr(model, "save_pretrained"):
+        _write_config(task, model, folder)
+        return
+    private_apis.save_on_every_rank(model)
+    model.save_pretrained(folder, state_dict={})
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+
+
+def _write_config(task: Any, model: torch.nn.Module, folder: Path) -> None:
+    """Write config.json of a model without `save_pretrained`."""
+    config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
+    (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
 
 
 def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> None:

@@ -62,6 +62,8 @@ def write_tensors(named: Tensors, file: Path, metadata: dict[str, str] | None = 
 def write_index(folder: Path) -> None:
     """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
     paths = sorted(folder.glob("model-*-of-*.safetensors"))
+    if not paths:  # the base model is left out
+        return
     weight_map = {name: path.name for name, path in file_of_tensors(paths).items()}
     size = sum(path.stat().st_size for path in paths)
     body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -104,6 +104,20 @@ class AddOn:
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
+    def names_of_base(self, model: Any) -> "Iterable[str]":
+        """Return the names of the tensors of `model` that belong to a base model, which the run file names: checkpoints
+        leave out the frozen ones and hold the identity of the base model instead. An add-on that defines this defines
+        `write_own_tensors` and `has_trained`, too."""
+        return ()
+
+    def has_trained(self, folder: "Path") -> bool:
+        """Return whether a folder holds what the add-on has trained, on a base model that may be elsewhere."""
+        return False
+
+    def writes_base(self) -> bool:
+        """Return whether final/ holds a whole model, if checkpoints leave out the base model."""
+        return True
+
     def write_own_tensors(
         self, model: Any, tensors: dict[str, Any], folder: "Path", rank: int, world: int
     ) -> dict[str, Any]:

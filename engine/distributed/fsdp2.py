@@ -68,7 +68,8 @@ class FSDP2(Backend):
             nonlocal model
             model = build(task, weights, lambda built: structures.append(structure_of(built)))
             structures.append(structure_of(model))
-            attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
+            names = ("base_model", *getattr(task, "attributes_from_weights", ()))
+            attributes = {name: getattr(task, name) for name in names if hasattr(task, name)}
             return attributes, structures
 
         attributes, (before, after) = run_on_main(self.accelerator, build_on_main)

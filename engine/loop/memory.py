@@ -28,6 +28,19 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return total, trained
 
 
+def count_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the bytes of (all parameters, trainable parameters), each in its dtype: an adapter may be wider than its
+    base model."""
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.itemsize
+        total += size
+        if parameter.requires_grad:
+            trained += size
+    return total, trained
+
+
 def optimizer_moments(cfg: RunConfig) -> int:
     """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
     _, addon = find_optimizer(cfg.optim)
@@ -48,7 +61,7 @@ def describe_memory(
         name, sizes, offload = addon.memory_of_launch(cfg, *count_parameters(model), copies)
     else:
         name, shards, offload = backend_of_launch()
-        sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
+        sizes = resting_bytes(cfg, *count_parameters(model), shards, copies, count_bytes(model))
     size = format_size(sum(sizes.values()))
     place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
     kept = describe_activations(cfg, model, format_size, longest)
@@ -91,16 +104,20 @@ def input_bytes(cfg: RunConfig, model: torch.nn.Module, longest: int) -> int:
     return tokens * hidden * width
 
 
-def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:
+def resting_bytes(
+    cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0, sizes: tuple[int, int] | None = None
+) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer state that a process keeps between steps.
 
-    `shards` processes together hold one copy. `copies` of the trained weights, in float32, count as weights."""
+    `shards` processes together hold one copy. `copies` of the trained weights, in float32, count as weights. `sizes`:
+    bytes of all and of the trained parameters, by default all in the dtype of the run."""
     width = getattr(torch, cfg.dtype).itemsize
+    of_all, of_trained = sizes or (width * parameters, width * trained)
     of_copies = copies * max(width, 4) * trained / shards
     return {
-        "weights": width * parameters / shards + of_copies,
-        "gradients": width * trained / shards,
-        "optimizer": optimizer_moments(cfg) * width * trained / shards,
+        "weights": of_all / shards + of_copies,
+        "gradients": of_trained / shards,
+        "optimizer": optimizer_moments(cfg) * of_trained / shards,
     }
 
 

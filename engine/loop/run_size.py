@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 
+from engine.config.add_on import AddOn, overrides
+from engine.config.addons import used_addons
 from engine.config.errors import warn
 from engine.config.run_config import RunConfig
 from engine.loop import memory
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.techniques import Techniques
+from engine.models.base_model import tensors_of_base
 
 SAVED = ("checkpoints", "final")  # folders of a run
 
@@ -25,8 +28,8 @@ def size_rows(
 
     `longest`: tokens of the longest row, 0 if unknown."""
     parameters, trainable = memory.count_parameters(model.model)
-    saved, _ = memory.count_parameters(model.task.saved(model.model))  # without a frozen teacher
-    disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
+    checkpoint = _checkpoint_bytes(cfg, model, trainable, techniques.copies)
+    disk = _disk_bytes(cfg, checkpoint, _final_bytes(cfg, model), total)
     _warn_of_full_disk(Path(cfg.output_dir), disk)
     return {
         "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
@@ -48,11 +51,29 @@ def _warn_of_full_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:
-    """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
+def _checkpoint_bytes(cfg: RunConfig, model: ModelWithLoss, trainable: int, copies: int) -> int:
+    """Return the size of a checkpoint: weights, unless they are of a base model, optimizer state, `copies` of techniques."""
+    saved = model.task.saved(model.model)  # without a frozen teacher
+    weights, trained = memory.count_bytes(saved)
+    parameters = dict(saved.named_parameters())
+    left_out = tensors_of_base(model.task, saved, parameters)
+    weights -= sum(parameters[name].nbytes for name in left_out)
     width = getattr(torch, cfg.dtype).itemsize
-    checkpoint = width * (parameters + memory.optimizer_moments(cfg) * trainable)
-    checkpoint += copies * max(width, 4) * trainable
+    return weights + memory.optimizer_moments(cfg) * trained + copies * max(width, 4) * trainable
+
+
+def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
+    """Return the size of final/: the model, and what add-ons have trained of a base model that checkpoints leave out."""
+    saved = model.task.saved(model.model)
+    weights, trained = memory.count_bytes(saved)
+    addons = [addon for addon in used_addons(cfg) if overrides(addon, AddOn.names_of_base)]
+    if not addons:
+        return weights
+    return weights + trained if all(addon.writes_base() for addon in addons) else trained
+
+
+def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:
+    """Return the peak size of checkpoints/ and final/ during the run, in bytes; `checkpoint` and `final`: of one."""
     # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
     kept = cfg.save_total_limit + 1
     if cfg.metric_for_best_model:
@@ -60,7 +81,7 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
     if cfg.save_keep_every:
         kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every)
     written = max(1, total // cfg.save_steps) + 1
-    return checkpoint * min(kept, written) + width * parameters
+    return checkpoint * min(kept, written) + final
 
 
 def _size(count: float) -> str:

@@ -17,6 +17,7 @@ from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
+from engine.models.base_model import read_base
 from engine.models.config_and_tokenizer import experts_per_token, model_folder, refuse_adapter, refuse_quantized
 from engine.storage.jsonl import read_json
 
@@ -122,10 +123,13 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     is_loaded = weights is not None and writes_tensors
     files = tensors_of_addons(folder)
     if files and not is_loaded:
+        base = read_base(folder)
+        content = (
+            f"only {files[0].name}, trained on {base}" if base else f"a base model and, beside it, {files[0].name}"
+        )
         raise UsageError(
-            f"{folder} holds a base model and, beside it, {files[0].name} of an add-on that its run used: give the run's "
-            "final/, where both are one model; or to train them further, give --init_from and that run's field of the "
-            "add-on (state.json has it)"
+            f"{folder} holds {content}, of an add-on that its run used: give the run's final/, where both are one model; or to "
+            "train them further, give --init_from and that run's field of the add-on (state.json has it)"
         )
     return folder
 

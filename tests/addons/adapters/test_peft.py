@@ -14,6 +14,8 @@ from engine.checkpointing.locate_weights import init_weights
 from engine.config.addons import run_config
 from engine.config.errors import UsageError
 from engine.loop.model_with_loss import ModelWithLoss
+from engine.models import base_model
+from engine.models.base_model import BaseModel
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
 
@@ -87,7 +89,7 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
     checkpoint = str(run.folder / "checkpoints" / "step_00000002")
     task, _ = kit.open_data(**start, output_dir=tmp_path)
     task.build_model(str(run.folder / "final"))
-    with pytest.raises(UsageError, match=r"adapter\.safetensors of an add-on"):
+    with pytest.raises(UsageError, match=r"only adapter\.safetensors, trained on random weights of seed 42"):
         task.build_model(checkpoint)
     task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
     with pytest.raises(UsageError, match="lora_A"):
@@ -100,6 +102,10 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
 def start_on(run, tmp_path, **fields) -> dict:
     values = technique_runs.files(tmp_path) | {"peft": json.dumps(LORA)} | fields
     return {name: value for name, value in values.items() if name != "model_config"}
+
+
+def content(folder) -> str:
+    return base_model.hash_of_weights(run_config(), folder)
 
 
 def printed(folder) -> str:
@@ -115,13 +121,14 @@ def merged_and_adapted(base, adapter) -> torch.Tensor:
 
 @pytest.mark.parametrize("rank", [2, 4])
 def test_a_named_merged_model_gets_a_new_adapter(run, tmp_path, rank):
-    """Of the same options, or of others; its checkpoint holds the merged weights as they are, and it fits them."""
+    """Of the same options, or of others; its checkpoint names the merged weights as they are, and it fits them."""
     from transformers import AutoModelForCausalLM
 
     named = run.folder / "final"
     values = start_on(run, tmp_path, model_name_or_path=named, peft=json.dumps(LORA | {"r": rank}))
     new = technique_runs.check_resume(tmp_path, values)
-    assert kit.same(kit.load_weights(new.folder / "checkpoints/step_00000002"), kit.load_weights(named))
+    base = base_model.read_base(new.folder / "checkpoints/step_00000002")
+    assert base == BaseModel(str(named), weights=content(named))
     assert f"a new one, on {named}" in printed(new.folder)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(new.folder / "final").eval()(IDS).logits
@@ -134,17 +141,22 @@ def test_mutant_the_old_adapter_under_a_named_model_is_seen(run, tmp_path, monke
     add = addon.add_adapter
     old = lambda task, whole, weights, empty=False: add(task, whole, weights or named, empty)  # noqa: E731
     monkeypatch.setattr(addon, "add_adapter", old)
-    new = technique_runs.train(tmp_path / "new", start_on(run, tmp_path, model_name_or_path=named))
-    assert not kit.same(kit.load_weights(new.folder / "checkpoints/step_00000002"), kit.load_weights(named))
+    values = start_on(run, tmp_path, model_name_or_path=named)
+    wrong = technique_runs.train(tmp_path / "wrong", values)
+    monkeypatch.undo()
+    new = technique_runs.train(tmp_path / "new", values)
+    assert abs(wrong.losses()[0] - new.losses()[0]) > 1e-4
+    assert f"a new one, on {named}" not in printed(wrong.folder)
 
 
 def test_init_from_trains_the_old_adapter_further(run, tmp_path):
     """From a checkpoint and from final/, whose merged weights it does not use; the plan, also a dry run's, says so."""
-    base = kit.load_weights(run.folder / "checkpoints/step_00000002")
+    base = base_model.read_base(run.folder / "checkpoints/step_00000002")
+    assert base.seed == 42
     for name in ("final", "checkpoints/step_00000002"):
         values = start_on(run, tmp_path, init_from=run.folder / name, model_name_or_path=run.folder / "final")
         new = technique_runs.train(tmp_path / name.replace("/", "_"), values)
-        assert kit.distance(kit.load_weights(new.folder / "checkpoints/step_00000002"), base) == 0
+        assert base_model.read_base(new.folder / "checkpoints/step_00000002") == base
         assert f"that of {run.folder / name}, trained further" in printed(new.folder)
     argv = [*kit.flags(**values), "--dry_run", "true"]
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "dry")
@@ -153,7 +165,7 @@ def test_init_from_trains_the_old_adapter_further(run, tmp_path):
 
 
 def test_an_adapter_without_its_model_is_refused(run, tmp_path):
-    """As a named model: a checkpoint, which has the base model under the adapter, and a folder with an adapter only."""
+    """As a named model: a checkpoint, which has no base model, and a folder with an adapter only."""
     adapter = run.folder / "final" / "adapter"
     alone = shutil.copytree(adapter, tmp_path / "alone")
     config = json.loads((alone / "adapter_config.json").read_text())
@@ -189,7 +201,7 @@ def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
     fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
     fields |= {"task": "distillation", "output_dir": tmp_path}
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
-    with pytest.raises(UsageError, match=r"beside it, adapter\.safetensors"):
+    with pytest.raises(UsageError, match=r"only adapter\.safetensors, trained on random"):
         task.build_model()
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
     assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
@@ -264,14 +276,19 @@ def check_files(task, model, first: torch.Tensor, folder) -> None:
 
     logits = model(input_ids=IDS).logits
     assert not torch.allclose(logits, first, rtol=0, atol=1e-8)
-    model_folder.write_model(ModelWithLoss(model, task), folder, model.state_dict())
+    state = model.state_dict(keep_vars=True)
+    left_out = base_model.tensors_of_base(task, model, state)
+    trained = {name: value for name, value in state.items() if name not in left_out}
+    model_folder.write_model(ModelWithLoss(model, task), folder, trained)
+    assert not [*folder.glob("model*")]
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
-    start = shutil.copytree(folder, folder / "start")
+    start = folder / "start"
+    task.build().save_pretrained(start)
     assert addon.Peft(task.cfg.peft).change_final_model(folder, task)
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
     assert torch.allclose(merged, logits, rtol=0, atol=1e-10)
-    base = AutoModelForCausalLM.from_pretrained(start)
+    base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()(input_ids=IDS).logits
     assert torch.allclose(adapted, logits, rtol=0, atol=1e-10)
 
