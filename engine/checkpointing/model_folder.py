@@ -33,12 +33,12 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     task = model_with_loss.task
     model = task.saved(model_with_loss.model)
     file = folder / file_name("model", rank, world)
-    leaves_out_base = getattr(task, "base_model", None) is not None
-    if leaves_out_base:
-        task.base_model.write(folder)  # before the add-ons write what they have trained
+    base = getattr(task, "base_model", None)
+    if base is not None:
+        base.write(folder)  # before the add-ons write what they have trained
     for addon in used_addons(task.cfg):
         tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
-    if leaves_out_base:
+    if base is not None:
         _write_without_weights(task, model, folder)
     elif not hasattr(model, "save_pretrained"):
         if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers

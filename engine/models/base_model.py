@@ -142,7 +142,8 @@ def fields_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) 
 
     Raise UsageError if the base model is gone, or has other weights now."""
     if base.is_random:
-        return dataclasses.replace(cfg, model_name_or_path=None, seed=base.seed, dtype=base.dtype)
+        values: dict[str, Any] = {"model_name_or_path": None, "seed": base.seed, "dtype": base.dtype}
+        return dataclasses.replace(cfg, **values)
     if base.commit:
         if cfg.model_name_or_path == base.name and pretrained_source(cfg)[1] == base.commit:
             return cfg
