@@ -24,6 +24,7 @@ from engine.config.option import option
 from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
 from engine.models.base_model import read_base, tensors_of_base
+from engine.process import private_apis
 
 ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
@@ -47,6 +48,7 @@ def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
     Raise UsageError for what peft refuses, and for what would silently train something else."""
     if not given:
         raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
+    private_apis.bitsandbytes()  # if it is there, peft imports it
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:

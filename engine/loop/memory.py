@@ -21,7 +21,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     total = 0
     trained = 0
     for parameter in model.parameters():
-        size = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: under ZeRO-3
+        size = _number_of_values(parameter)
         total += size
         if parameter.requires_grad:
             trained += size
@@ -39,6 +39,25 @@ def count_bytes(model: torch.nn.Module) -> tuple[int, int]:
         if parameter.requires_grad:
             trained += size
     return total, trained
+
+
+def _number_of_values(parameter: torch.nn.Parameter) -> int:
+    """Return how many weights a parameter stands for, also if it is sharded or has two of them in a byte."""
+    state = getattr(parameter, "quant_state", None)  # of bitsandbytes
+    if state is not None:
+        return state.shape.numel()
+    return getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: under ZeRO-3
+
+
+def bytes_of_scales(model: torch.nn.Module) -> int:
+    """Return the bytes of the scales that bitsandbytes keeps beside weights in 4 and 8 bits."""
+    tensors = []
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        for each in (state, getattr(state, "state2", None)):  # the scales, and the scales of these
+            tensors += vars(each).values() if each is not None else ()
+        tensors.append(getattr(parameter, "SCB", None))  # of 8 bits
+    return sum(value.nbytes for value in tensors if torch.is_tensor(value))
 
 
 def optimizer_moments(cfg: RunConfig) -> int:
@@ -62,6 +81,7 @@ def describe_memory(
     else:
         name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies, count_bytes(model))
+        sizes["weights"] += bytes_of_scales(model)
     size = format_size(sum(sizes.values()))
     place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
     kept = describe_activations(cfg, model, format_size, longest)

@@ -4,6 +4,7 @@ After an upgrade run the tests named here; each test fails if its API has change
 checks that no other file uses private names.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -128,6 +129,24 @@ def set_layer_class_names(wrapper: torch.nn.Module, names: set[str]) -> None:
     wrapper._no_split_modules = sorted(names) or None
 
 
+def names_not_to_quantize(model: torch.nn.Module) -> list[str]:
+    """Return the names of modules that transformers does not quantize: head, tied weights, the last module.
+
+    Test: tests/addons/adapters/test_low_bit_base.py."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return get_keys_to_not_convert(model)
+
+
+def may_quantize(name: str, kept: list[str]) -> bool:
+    """Return whether transformers quantizes a module that no name in `kept` stands for.
+
+    Test: tests/addons/adapters/test_low_bit_base.py."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return should_convert_module(name, kept)
+
+
 def attention_kernel(config: Any) -> str | None:
     """Return the attention kernel that a configuration names. Test: tests/engine/config/test_foreign_code.py."""
     return config._attn_implementation
@@ -201,3 +220,25 @@ def shard_over_gloo() -> None:
     PartialState._prepare_backend = lambda *_args, **_settings: ("gloo", DistributedType.MULTI_GPU)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate uses DDP
+
+
+# ---- bitsandbytes 0.50 -----------------------------------------------------------------------------------------------
+
+
+def bitsandbytes() -> Any:
+    """Import and return bitsandbytes, without code from the Hub; None if it is not installed.
+
+    As soon as it is imported on a CPU with AVX512-BF16, it gets a kernel by the package `kernels`; without that package
+    it uses its own. Call this before other packages import it. Test: tests/addons/adapters/test_low_bit_base.py."""
+    if "bitsandbytes" in sys.modules:
+        return sys.modules["bitsandbytes"]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    kernels = sys.modules.pop("kernels", None)
+    sys.modules["kernels"] = None  # type: ignore  # importing it now raises ImportError
+    try:
+        return importlib.import_module("bitsandbytes")
+    finally:
+        del sys.modules["kernels"]
+        if kernels is not None:
+            sys.modules["kernels"] = kernels
