@@ -43,10 +43,15 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
             classes |= served
             if name in served:
                 addon = module
+                break  # the packages of the other files take seconds to import
     if name not in classes:
+        elsewhere = {}
+        for stem in files.values():
+            elsewhere |= getattr(load_addon("optimizers", stem), "NAMES_ELSEWHERE", {})
+        hints = {normalized(given): f"; did you mean {right}?" for given, right in elsewhere.items()}
         raise UsageError(
             f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers, whose package may be missing "
-            f"(requirements-extra.txt){did_you_mean(name, classes)}"
+            f"(requirements-extra.txt){hints.get(name) or did_you_mean(name, classes)}"
         )
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
         hint = "use adamw or sgd, and a technique that averages weights (docs/techniques.md)"
@@ -72,8 +77,8 @@ def _classes(module: ModuleType) -> "dict[str, type[torch.optim.Optimizer]]":
 def arguments_of_fields(optimizer: type) -> dict[str, str]:
     """Return {argument of the constructor: fields of the run file that set it} besides lr and weight_decay.
 
-    Other classes than those of torch have defaults of their own."""
-    if not optimizer.__module__.startswith("torch."):
+    Other classes than those of torch have defaults of their own, unless they have `takes_adam_fields = True`."""
+    if not optimizer.__module__.startswith("torch.") and not getattr(optimizer, "takes_adam_fields", False):
         return {}
     if "betas" in inspect.signature(optimizer).parameters:
         return {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
@@ -113,6 +118,10 @@ def optimizer_errors(cfg: RunConfig) -> Iterator[str]:
     if BUILT_IN.get(cfg.optim) == "AdamW" and not cfg.optim_args:
         return  # spares other commands the import of torch
     try:
-        optimizer_arguments(cfg, *find_optimizer(cfg.optim))
+        optimizer, addon = find_optimizer(cfg.optim)
+        optimizer_arguments(cfg, optimizer, addon)
     except UsageError as error:
         yield str(error)
+    else:
+        if hasattr(addon, "errors"):
+            yield from addon.errors(cfg)

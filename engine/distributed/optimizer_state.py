@@ -1,7 +1,8 @@
 """The state of any optimizer as flat named tensors and JSON values, and back.
 
 Tensors in lists, tuples and dicts are saved one by one; a JSON value says where each belongs. The groups' own values
-(a step count, an estimated rate) are part of the state, too. Tests: tests/src/training/test_optimizers.py.
+(a step count, an estimated rate) are part of the state, too. An optimizer whose state holds other tensors than plain ones
+has methods `state_to_save` and `state_from_saved`. Tests: tests/src/training/test_optimizers.py.
 """
 
 from typing import Any
@@ -24,7 +25,8 @@ ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless
 def flatten(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state with keys such as "exp_avg/layers.0.weight"; raise UsageError for what no checkpoint can hold."""
     name_of = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    by_name = {name_of[id(parameter)]: state for parameter, state in optimizer.state.items()}
+    convert = getattr(unwrapped(optimizer), "state_to_save", lambda parameter, state: state)
+    by_name = {name_of[id(parameter)]: convert(parameter, state) for parameter, state in optimizer.state.items()}
     if not _is_simple(optimizer):
         for index, group in enumerate(optimizer.param_groups):
             values = {key: value for key, value in group.items() if key not in NOT_STATE and isinstance(value, VALUES)}
@@ -38,7 +40,12 @@ def flatten(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _is_simple(optimizer: torch.optim.Optimizer) -> bool:
-    return type(getattr(optimizer, "optimizer", optimizer)) in SIMPLE
+    return type(unwrapped(optimizer)) in SIMPLE
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's wrapper, which fp16 needs."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _encode(flat: dict[str, Any], key: str, name: str, value: Any) -> Any:
@@ -66,18 +73,22 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reader: An
     """Set the state from what `flatten` returned: `reader` reads the tensors, `numbers` holds the rest."""
     parameter_of = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    by_name: dict[str, dict[str, Any]] = {}
+    convert = getattr(unwrapped(optimizer), "state_from_saved", lambda parameter, state: state)
+    paths_of: dict[str, list[str]] = {}
     for path in [*reader.where, *numbers]:
-        key, name = path.split("/", 1)
+        paths_of.setdefault(path.split("/", 1)[1], []).append(path)
+    for name, paths in paths_of.items():  # one after the other, because some are whole until they are converted
         parameter = parameter_of.get(name)
-        value = numbers[path] if path in numbers else reader.like(path, parameter)
-        if parameter is not None and isinstance(value, torch.Tensor) and (on_device or key not in ON_HOST):
-            value = _placed(value, parameter)
-        by_name.setdefault(name, {})[key] = value
-    for name, flat in by_name.items():
+        flat = {}
+        for path in paths:
+            key = path.split("/", 1)[0]
+            value = numbers[path] if path in numbers else reader.like(path, parameter)
+            if parameter is not None and isinstance(value, torch.Tensor) and (on_device or key not in ON_HOST):
+                value = _placed(value, parameter)
+            flat[key] = value
         state = _nested(flat)
-        if name in parameter_of:
-            optimizer.state[parameter_of[name]] = state
+        if parameter is not None:
+            optimizer.state[parameter] = convert(parameter, state)
         else:
             for index, group in enumerate(optimizer.param_groups):
                 if name == f"param_groups[{group.get('original_group', index)}]":

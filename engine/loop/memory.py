@@ -60,9 +60,11 @@ def bytes_of_scales(model: torch.nn.Module) -> int:
     return sum(value.nbytes for value in tensors if torch.is_tensor(value))
 
 
-def optimizer_moments(cfg: RunConfig) -> int:
-    """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
-    _, addon = find_optimizer(cfg.optim)
+def optimizer_moments(cfg: RunConfig) -> float:
+    """Return the number of optimizer state values of cfg.dtype per trainable parameter; a guess for unlisted optimizers."""
+    kind, addon = find_optimizer(cfg.optim)
+    if hasattr(addon, "state_per_weight"):
+        return addon.state_per_weight(cfg, kind)
     values = {"sgd": 1, "adafactor": 0} | getattr(addon, "STATE_PER_WEIGHT", {})
     name = cfg.optim.rpartition("/")[2]  # of FILE/NAME
     return values.get(normalized(name), 2)
