@@ -54,8 +54,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         of_lm = Path(temporary) / "stdlib_lm"
+        begin = ["--model_name_or_path", f"{of_lm}/final"]
         flags = {
-            "stdlib_preference": ["--model_name_or_path", f"{of_lm}/final"],
+            **dict.fromkeys(("stdlib_preference", "stdlib_orpo", "stdlib_kto", "stdlib_reward"), begin),
             "stdlib_distillation": ["--teacher_name_or_path", f"{of_lm}/final"],
         }
         for name in sorted(names, key=lambda name: name in flags):  # those that start from stdlib_lm come last

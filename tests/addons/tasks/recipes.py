@@ -68,6 +68,24 @@ def reward(folder) -> list:
     )
 
 
+def kto(folder) -> list:
+    """Random words after their beginning, good if there are many of them; the reference is the model before training."""
+
+    def row(words):
+        return {"prompt": " ".join(words[:3]), "completion": " " + " ".join(words), "label": len(words) > 6}
+
+    write_rows(folder, row)
+    return kit.flags(
+        task="kto",
+        model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
+        beta=0.5,
+        desirable_weight=2.0,
+        undesirable_weight=0.5,
+        learning_rate=1e-2,
+    )
+
+
 def distillation(folder) -> list:
     """The rows of causal_lm, and a larger teacher."""
     flags = causal_lm(folder)
@@ -128,6 +146,7 @@ def segmentation(folder) -> list:
 ALL = [
     preference,
     reward,
+    kto,
     distillation,
     masked_lm,
     token_classification,
