@@ -15,7 +15,7 @@ from engine.config.optimizer_class import BUILT_IN
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef, plain_name
-from engine.loop.memory import optimizer_moments
+from engine.loop.memory import moment_bytes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -212,7 +212,7 @@ def memory_of_launch(cfg: RunConfig, parameters: int, trained: int, copies: int)
     # DeepSpeed adds a float32 master copy, sharded at every stage, even if the weights are float32.
     weights = compute * parameters / (shards if stage == 3 else 1) + (1 + copies) * 4 * trained / shards
     gradients = 4 * trained / (shards if stage > 1 else 1)
-    moments = optimizer_moments(cfg) * width * trained / shards
+    moments = moment_bytes(cfg, trained, width * trained) / shards
     offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
     return f"ZeRO-{stage}", {"weights": weights, "gradients": gradients, "optimizer": moments}, offload
 

@@ -62,13 +62,12 @@ def errors(cfg: RunConfig) -> Iterator[str]:
         yield f"optim_args: block_size is {size}: give an even number of at least 2, or remove it"
 
 
-def state_per_weight(cfg: RunConfig, kind: type) -> float:
-    """Return the state in values of cfg.dtype for each weight of a quantized tensor."""
+def bytes_per_weight(cfg: RunConfig, kind: type) -> float:
+    """Return the bytes of state for each weight of a quantized tensor."""
     given = cfg.optim_args or {}
     default = 128 if "4bit" in kind.__name__ else 256
     code = 0.5 if "4bit" in kind.__name__ else 1.0
-    size = 2 * (code + BYTES_OF_SCALE / given.get("block_size", default))
-    return size / getattr(torch, cfg.dtype).itemsize
+    return 2 * (code + BYTES_OF_SCALE / given.get("block_size", default))
 
 
 def make(cfg: RunConfig, kind: type, groups: list[dict], options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -60,11 +60,17 @@ def bytes_of_scales(model: torch.nn.Module) -> int:
     return sum(value.nbytes for value in tensors if torch.is_tensor(value))
 
 
-def optimizer_moments(cfg: RunConfig) -> float:
-    """Return the number of optimizer state values of cfg.dtype per trainable parameter; a guess for unlisted optimizers."""
+def moment_bytes(cfg: RunConfig, trained: int, size: int) -> int:
+    """Return the bytes of the optimizer's state for `trained` parameters, which have `size` bytes."""
     kind, addon = find_optimizer(cfg.optim)
-    if hasattr(addon, "state_per_weight"):
-        return addon.state_per_weight(cfg, kind)
+    if hasattr(addon, "bytes_per_weight"):  # moments in fewer bits
+        return int(addon.bytes_per_weight(cfg, kind) * trained)
+    return optimizer_moments(cfg) * size
+
+
+def optimizer_moments(cfg: RunConfig) -> int:
+    """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
+    _, addon = find_optimizer(cfg.optim)
     values = {"sgd": 1, "adafactor": 0} | getattr(addon, "STATE_PER_WEIGHT", {})
     name = cfg.optim.rpartition("/")[2]  # of FILE/NAME
     return values.get(normalized(name), 2)
@@ -139,7 +145,7 @@ def resting_bytes(
     return {
         "weights": of_all / shards + of_copies,
         "gradients": of_trained / shards,
-        "optimizer": optimizer_moments(cfg) * of_trained / shards,
+        "optimizer": moment_bytes(cfg, trained, of_trained) / shards,
     }
 
 

@@ -59,7 +59,7 @@ def _checkpoint_bytes(cfg: RunConfig, model: ModelWithLoss, trainable: int, copi
     left_out = tensors_of_base(model.task, saved, parameters)
     weights -= sum(parameters[name].nbytes for name in left_out)
     width = getattr(torch, cfg.dtype).itemsize
-    return weights + memory.optimizer_moments(cfg) * trained + copies * max(width, 4) * trainable
+    return weights + memory.moment_bytes(cfg, trainable, trained) + copies * max(width, 4) * trainable
 
 
 def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:

@@ -14,7 +14,7 @@ from engine.config.optimizer_class import find_optimizer
 from engine.config.run_config import RunConfig
 from engine.distributed import optimizer_state
 from engine.distributed.sharded_tensors import gather_full, local_part
-from engine.loop.memory import optimizer_moments
+from engine.loop.memory import moment_bytes
 from engine.process import private_apis
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
@@ -156,7 +156,7 @@ def test_memory_is_what_the_plan_says(optim):
         optimizer.step()
     flat = optimizer_state.flatten(model, optimizer)
     moments = [value for path, value in flat.items() if ".codes/" in path or ".scale/" in path]
-    assert optimizer_moments(cfg) * 4 * model.weight.numel() == sum(value.nbytes for value in moments)
+    assert moment_bytes(cfg, model.weight.numel(), model.weight.nbytes) == sum(value.nbytes for value in moments)
 
 
 def test_many_small_tensors_are_warned_of(capsys):
