@@ -4,7 +4,7 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,12 +44,14 @@ class Task:
     # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
     cut_by_cost: bool = True
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
-    json_columns: tuple[str, ...] = (
-        "messages",
-        "tools",
-        "chat_template_kwargs",
-    )  # raw columns that may hold several types; others are refused
-    row_format: str = ""  # what `inspect_columns` has found the rows to be, such as "chats", for `plan_rows`
+    # Raw columns that may hold several types; others are refused.
+    json_columns: tuple[str, ...] = ("messages", "conversations", "tools", "chat_template_kwargs")
+    # Set by `inspect_columns`:
+    row_format: str = ""  # a sentence for the plan on how rows are read
+    reads_chats: bool = False  # whether rows are chats
+    optional_columns: Sequence[
+        str
+    ] = ()  # columns that `encode` reads if they are there; those of a stream may be missing
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
@@ -135,8 +137,8 @@ class Task:
         """Return the metrics of generated answers, given the expected ones."""
         return {}
 
-    def plan_rows(self, formats: set[str]) -> dict[str, str]:
-        """Return lines of the plan about the rows, by name; `formats`: each `row_format` of the training data."""
+    def plan_rows(self, has_chats: bool) -> dict[str, str]:
+        """Return lines of the plan about the rows, by name; `has_chats`: whether training data has chats."""
         return {}
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:

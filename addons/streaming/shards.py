@@ -23,12 +23,8 @@ from engine.data.sources import named_files
 from engine.storage import http_files
 from engine.task import Task
 from engine.text.chat_turns import find_structs
-from engine.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
-
-# A column that marks a format -> further columns of it, which a later shard must not bring
-OPTIONAL = {"input_ids": OPTIONAL_COLUMNS, "messages": ("tools",), "chosen": ("prompt",)}
 
 Row = tuple[int, dict, int]  # (id, prepared row, its length)
 
@@ -97,8 +93,9 @@ class StreamShards:
 
     def _late_columns(self) -> list[str]:
         """Return the columns that rows must not bring if the first ones lack them."""
-        optional = {one for key, more in OPTIONAL.items() if key in (self.columns or ()) for one in more}
-        return sorted(optional - {*(self.columns or ())})
+        if self.columns is None:
+            return []
+        return sorted({*self.task.optional_columns} - {*self.columns})
 
     def blocks(self, shard: int) -> Iterator[pa.Table]:
         """Yield the raw rows of a shard in tables of BLOCK rows."""

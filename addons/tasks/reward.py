@@ -64,7 +64,7 @@ class Task(base.Task):
         self.config.use_cache = False
         self.row_settings = (self.vocab_size, self.max_length, False, "", o.append_eos)
         self.chat_format = make_chat_format(self.tokenizer, o)
-        self.encoder = Encoder(self.tokenizer, *self.row_settings, self.chat_format)
+        self.encoder = Encoder(self.tokenizer, *self.row_settings, chat_format=self.chat_format)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,8 @@ class Task(base.Task):
         from datasets import Features, List, Value
 
         self.pairs = PairEncoder(self.encoder, examples, split)
-        self.row_format = self.pairs.encoder.row_format
+        self.reads_chats = self.pairs.chat
+        self.optional_columns = self.pairs.optional
         features = {f"{side}_ids": List(Value("int32")) for side in SIDES}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
@@ -86,8 +87,8 @@ class Task(base.Task):
         pairs = zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
         return rows | {"targets": [int(chosen != rejected) for chosen, rejected in pairs]}
 
-    def plan_rows(self, formats: set[str]) -> dict[str, str]:
-        return self.chat_format.plan(formats)
+    def plan_rows(self, has_chats: bool) -> dict[str, str]:
+        return self.chat_format.plan() if has_chats else {}
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 

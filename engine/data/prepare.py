@@ -148,6 +148,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
         _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
     )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
+    stats |= {"format": task.row_format, "chats": task.reads_chats}
     digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
@@ -168,7 +169,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     if not stats["targets"]:
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
         raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(stats)}")
-    return stats | {"rows": digest.hexdigest(), "row_format": task.row_format}
+    return stats | {"rows": digest.hexdigest()}
 
 
 def _reason_for_no_targets(stats: dict[str, Any]) -> str:

@@ -164,11 +164,23 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
     return f"{stats['examples']:,} rows{packed}{counted}{targets}"
 
 
-def row_formats(split, task) -> set[str]:
-    """Return what `inspect_columns` of the task has found the rows of each source of a split to be."""
+def holds_chats(split, task) -> bool:
+    """Return whether a source of a split has rows that are chats."""
     if split.stats["examples"] is None:  # a stream, whose columns this process has inspected
-        return {task.row_format}
-    return {part.stats.get("row_format", "") for _, _, part in split.segments()}
+        return task.reads_chats
+    return any(part.stats.get("chats") for _, _, part in split.segments())
+
+
+def format_rows(splits: dict) -> str:
+    """Return how the rows of the splits are read, source by source if they differ; empty if the task does not say."""
+    formats = {}
+    for name, split in splits.items():
+        parts = split.segments() or [("", 0, split)]  # a stream has none
+        for source, _, part in parts:
+            formats[f"{name} {source}".strip()] = part.stats.get("format", "")
+    if len({*formats.values()}) == 1:
+        return next(iter(formats.values()))
+    return "; ".join(f"{name}: {text}" for name, text in formats.items() if text)
 
 
 def task_stats(task) -> dict:

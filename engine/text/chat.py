@@ -44,17 +44,18 @@ def encode_chat(
     structs: Structs = NO_STRUCTS,
     chat_format: ChatFormat = OWN_FORMAT,
     variables: Any = None,
+    columns: str = "`messages`",
 ) -> tuple[list[int], list[int], np.ndarray]:
     """Return (ids, labels, UTF-8 bytes of each token) of a chat. The assistant's turns are the targets.
 
     `tools`: what the row says about the functions that the assistant may call; None: nothing. `variables`: what the row
-    says about variables of the template."""
+    says about variables of the template. `columns`: where the row has the chat, for errors."""
     if not tokenizer.chat_template:
         raise UsageError(
             f"{location}: the tokenizer has no chat template: give --chat_template chatml, another name of "
             "configs/chat_templates, or a file"
         )
-    with errors_of(location, "`messages` could not be rendered"):
+    with errors_of(location, f"{columns} could not be rendered"):
         chat = read_chat(messages, tools, structs)
         if chat_format.only_last_turn:
             chat = _train_last_turn(chat, drop_reasoning=chat_format.template is not None)

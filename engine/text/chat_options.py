@@ -10,7 +10,7 @@ from typing import Any
 from engine.config.errors import UsageError, may_be_removed
 from engine.config.option import AS_GIVEN, option
 
-CHATS = "chats"  # the `row_format` of a task whose rows are chats
+CHATS = "chats"
 
 
 @dataclass
@@ -74,9 +74,9 @@ class ChatFormat:
         fields = {"chat_template_kwargs": self.variables, "train_turns": self.only_last_turn}
         return [name for name, value in fields.items() if value]
 
-    def plan(self, formats: set[str]) -> dict[str, str]:
-        """Return the row of the plan that says which template writes the chats, and why; nothing for other rows."""
-        return {"chat template": self.choice} if CHATS in formats else {}
+    def plan(self) -> dict[str, str]:
+        """Return the row of the plan that says which template writes the chats, and why."""
+        return {"chat template": self.choice}
 
 
 def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:

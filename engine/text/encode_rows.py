@@ -1,10 +1,10 @@
 """Encoding of raw rows (text, chats, prompt and completion, or token ids) as token ids and labels.
 
-Add a format of rows here: an `_encode_*` generator and its line in `choose`.
-Tests: tests/src/tasks/test_causal_lm.py, tests/engine/config/test_bad_input.py.
+Add a format of rows here: an `_encode_*` generator and its line in `choose`, and its columns in row_columns.py.
+Tests: tests/src/tasks/test_causal_lm.py, tests/engine/text/test_row_formats.py, tests/engine/config/test_bad_input.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UsageError, may_be_removed
+from engine.config.errors import UsageError, errors_of, may_be_removed
 from engine.text.chat_options import CHATS, ChatFormat
 from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
+from engine.text.row_columns import RATINGS, VARIABLES, Format, choose_format, formats_of_rows
+from engine.text.row_formats import (
+    join_prompt,
+    lay_out_instruction,
+    read_instruction,
+    read_tools,
+    read_turns,
+    with_system,
+)
 from engine.text.tokenize_and_pack import (
     IGNORED,
     find_leads,
@@ -23,31 +32,6 @@ from engine.text.tokenize_and_pack import (
     tokenize_continuation,
     tokenize_with_bytes,
 )
-
-# Columns that other trainers use. A warning names those that the data has and this task ignores.
-MEANINGFUL = """
-    attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids
-    token_type_ids seq_lengths cu_seqlens tools label system documents functions chat_template_kwargs
-    image images audio video videos weight weights sample_weight loss_weight
-"""
-OTHER_FORMATS = {  # columns of a format -> how to convert it
-    "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
-    "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
-    "'completion': row['output']}).to_json(NEW)",
-    "conversations": "; ShareGPT's column: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
-    "split='train').map(lambda row: {'messages': [{'role': {'human': 'user', 'gpt': 'assistant'}.get(turn['from'], "
-    "turn['from']), 'content': turn['value']} for turn in row['conversations']]}).to_json(NEW)",
-}
-OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
-
-
-class Format(NamedTuple):
-    """A format of rows: its columns, whether there are labels, and the generator that encodes a batch."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    has_labels: bool
-    encode: Callable[..., Iterator["Document"]]
 
 
 class Document(NamedTuple):
@@ -68,53 +52,65 @@ class Encoder:
     packing: bool
     text_column: str
     append_eos: bool
+    named: dict[str, str] = field(default_factory=dict)  # part of a row -> the column that the run file names for it
     chat_format: ChatFormat = field(default_factory=ChatFormat)
+    is_mixed: bool = False  # the sources of a mixture may have other formats, and lack columns that are named
 
-    row_format = ""  # "chats" if the rows are chats
+    reads_chats = False  # whether the rows are chats
     structs = NO_STRUCTS  # how the columns of chats are stored
 
     def choose(self, columns: list[str], split: str, features: Any = None) -> tuple[list[str], list[str]]:
         """Choose the format from the columns. Return (columns to read, columns that encode_batch returns).
 
         `features`: the types of the columns, if they are known."""
-        is_rated = getattr((features or {}).get("label"), "dtype", None) == "bool"
-        rating = ("label",) if is_rated else ()  # whether an answer is good, as in rows for KTO
-        formats = [
-            Format(("input_ids",), OPTIONAL_COLUMNS, "labels" in columns, self._encode_ids),
-            Format(("messages",), ("tools", "chat_template_kwargs", *rating), True, self._encode_messages),
-            Format(("prompt", "completion"), rating, True, self._encode_completions),
-            Format((self.text_column,), (), False, self._encode_texts),
-        ]
-        fitting = [each for each in formats if {*each.required} <= {*columns}]
-        if not fitting:
-            raise UsageError(
-                f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
-                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{_conversion(columns)}"
-            )
-        chosen = fitting[0]
-        if self.tokenizer is None and chosen.required != ("input_ids",):
+        formats = formats_of_rows(self.text_column, self.named, features)
+        if self.named and self.is_mixed:
+            formats += formats_of_rows(self.text_column, {}, features)
+        self.format = chosen = choose_format(formats, self.named, columns, split, self.is_mixed)
+        if self.tokenizer is None and chosen.name != "ids":
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
-        needed = [name for name in (*chosen.required, *chosen.optional) if name in columns]
-        meaningful: list[str] = [*MEANINGFUL.split()]
-        for other in fitting:
-            meaningful += other.required
-        ignored = [name for name in columns if name in meaningful and name not in needed]
-        if ignored:
-            warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
-        self.structs = find_structs(features, needed)
-        self.row_format = CHATS if chosen.required == ("messages",) else ""
-        if not self.row_format and self.chat_format.unused_fields():
+        encoders = {
+            "ids": self._encode_ids,
+            "messages": self._encode_messages,
+            "pairs": self._encode_pairs,
+            "pairs of chats": self._encode_pairs_of_chats,
+            "text": self._encode_texts,
+            "conversations": self._encode_conversations,
+            "instructions": self._encode_instructions,
+        }
+        self.encode = encoders[chosen.name]
+        self.reads_chats = chosen.holds_chats(self._has_template)
+        if not self.reads_chats and self.chat_format.unused_fields():
             fields = " and ".join(self.chat_format.unused_fields())
-            warn_once(f"{split} data: {fields} of the run file have no effect: the rows are no chats (`messages`)")
-        self.encode = chosen.encode
+            warn_once(f"{split} data: {fields} of the run file have no effect: the rows are no chats")
+        needed = chosen.columns(columns)
+        self.structs = find_structs(features, needed)
         self.encoded_columns = ["input_ids", "length", "targets", "bytes", "cut"]
-        if chosen.has_labels:
+        if chosen.name != "text" and (chosen.name != "ids" or "labels" in columns):
             self.encoded_columns.insert(1, "labels")
         return needed, self.encoded_columns
 
+    def nested_columns(self) -> list[str]:
+        """Return the columns of turns and tools that the run file names: their rows may have other keys."""
+        return [self.named[part] for part in ("messages", "tools") if part in self.named]
+
+    def optional_columns(self) -> list[str]:
+        """Return the columns that rows of the chosen format may have."""
+        return [*self.format.optional.values()]
+
+    def describe(self) -> str:
+        """Return a sentence on how rows are read, for the plan."""
+        return describe_format(self.format, self._has_template)
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return the encoded columns of a batch of raw rows. An error names the location of the row."""
-        _refuse_bad_answers(batch.get("label") or (), locations)
+        for name in RATINGS:
+            if name in self.format.optional:
+                _refuse_bad_answers(name, batch.get(name) or (), locations)
         columns: dict[str, list] = {name: [] for name in self.encoded_columns}
         for document in self.encode(batch, locations):
             for row in self._rows(document):
@@ -154,16 +150,25 @@ class Encoder:
             ids, sizes = self._with_eos(ids, sizes)
             yield Document(ids, ids, sizes)
 
-    def _encode_completions(self, batch: dict[str, list], locations) -> Iterator[Document]:
-        for name in ("prompt", "completion"):
-            require_text(batch[name], name, locations)
+    def _encode_pairs(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        prompts, completions = self._texts(batch, ("prompt", "completion"), locations)
+        yield from self._encode_completions(prompts, completions)
+
+    def _texts(self, batch: dict[str, list], parts: tuple[str, ...], locations) -> list[list[str]]:
+        """Return the columns of required parts, which hold texts."""
+        columns = [self.format.required[part] for part in parts]
+        for column in columns:
+            require_text(batch[column], column, locations)
+        return [batch[column] for column in columns]
+
+    def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[Document]:
         # The prompt is tokenized alone, as at generation, and the completion as it follows it.
-        prompts = tokenize_with_bytes(self.tokenizer, batch["prompt"])
-        texts = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
+        heads = tokenize_with_bytes(self.tokenizer, prompts)
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         both = tokenize_with_bytes(self.tokenizer, texts)
         adds_eos = self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id]
         end = -1 if adds_eos else None  # without its eos; one that the prompt itself ends with stays
-        for (head, _), (ids, sizes), completion in zip(prompts, both, batch["completion"], strict=True):
+        for (head, _), (ids, sizes), completion in zip(heads, both, completions, strict=True):
             head = head[:end]
             if ids[:end][: len(head)] == head:
                 tail = ids[len(head) : end]
@@ -184,14 +189,78 @@ class Encoder:
             return ids, sizes
         return [*ids, eos], np.append(sizes, 0)
 
-    def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_chat(self, messages: Any, location, tools: Any, variables: Any, note: str = "") -> Document:
+        """Return a chat as a document. `note` is added to an error: how its turns are counted."""
         with may_be_removed(CHATS):
             from engine.text.chat import encode_chat
-        nothing = [None] * len(locations)
-        others = (batch.get("tools") or nothing, batch.get("chat_template_kwargs") or nothing)
-        for messages, location, tools, variables in zip(batch["messages"], locations, *others, strict=True):
-            chat = (messages, location, tools, self.structs, self.chat_format, variables)
-            yield Document(*encode_chat(self.tokenizer, *chat))
+        columns = " and ".join(f"`{column}`" for column in self.format.required.values())
+        chat = (messages, location, tools, self.structs, self.chat_format, variables, columns)
+        try:
+            return Document(*encode_chat(self.tokenizer, *chat))
+        except UsageError as error:
+            if not note:
+                raise
+            raise UsageError(f"{error}{note}") from error
+
+    def _optional(self, batch: dict[str, list], part: str, locations) -> list:
+        """Return the column of a part that rows may lack; None for each row if there is none."""
+        return batch.get(self.format.optional.get(part, "")) or [None] * len(locations)
+
+    def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        column = self.format.required["messages"]
+        tools = self._optional(batch, "tools", locations)
+        variables = self._optional(batch, VARIABLES, locations)
+        systems = self._optional(batch, "system", locations)
+        for i, location in enumerate(locations):
+            with errors_of(location, f"`{column}`"):
+                turns = read_turns(batch[column][i])
+                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
+            yield self._encode_chat(turns, location, tools[i], variables[i], note)
+
+    def _encode_conversations(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        column = self.format.required["messages"]
+        tools = self._optional(batch, "tools", locations)
+        variables = self._optional(batch, VARIABLES, locations)
+        systems = self._optional(batch, "system", locations)
+        for i, location in enumerate(locations):
+            with errors_of(location, f"`{column}`"):
+                turns = read_turns(batch[column][i], other_roles=True)
+                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
+            yield self._encode_chat(turns, location, read_tools(tools[i]), variables[i], note)
+
+    def _encode_pairs_of_chats(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        prompt, completion = (self.format.required[part] for part in ("prompt", "completion"))
+        tools = self._optional(batch, "tools", locations)
+        variables = self._optional(batch, VARIABLES, locations)
+        systems = self._optional(batch, "system", locations)
+        for i, location in enumerate(locations):
+            with errors_of(location):
+                turns = join_prompt(batch[prompt][i], batch[completion][i], (prompt, completion))
+                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
+            note = note or f" (turns are counted from the first one of `{prompt}`)"
+            yield self._encode_chat(turns, location, tools[i], variables[i], note)
+
+    def _encode_instructions(self, batch: dict[str, list], locations) -> Iterator[Document]:
+        """With a chat template as chats, else as prompts in Alpaca's layout with completions."""
+        instructions, outputs = self._texts(batch, ("instruction", "output"), locations)
+        inputs = self._optional(batch, "input", locations)
+        systems = self._optional(batch, "system", locations)
+        for part, texts in (("input", inputs), ("system", systems)):
+            require_text([text or "" for text in texts], self.format.optional.get(part, part), locations)
+        history = self._optional(batch, "history", locations)
+        tools = [read_tools(value) for value in self._optional(batch, "tools", locations)]
+        variables = self._optional(batch, VARIABLES, locations)
+        if not self._has_template:
+            for i, location in enumerate(locations):
+                _refuse_without_template(location, history=history[i], tools=tools[i])
+            rows = zip(instructions, inputs, systems, strict=True)
+            yield from self._encode_completions([lay_out_instruction(*row) for row in rows], outputs)
+            return
+        column = self.format.optional.get("system", "")
+        for i, location in enumerate(locations):
+            with errors_of(location):
+                turns, note = read_instruction(instructions[i], inputs[i], outputs[i], history[i], systems[i], column)
+            yield self._encode_chat(turns, location, tools[i], variables[i], note)
 
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
@@ -219,12 +288,35 @@ class Encoder:
             )
 
 
-def _conversion(columns: list[str]) -> str:
-    """Return how to convert rows of another format, or an empty text if the format is not known."""
-    for names, text in OTHER_FORMATS.items():
-        if {*names.split()} <= {*columns}:
-            return text
-    return ""
+def describe_format(format: Format, has_template: bool) -> str:
+    """Return a sentence on how rows of a format are read. `has_template`: the tokenizer has a chat template."""
+    columns = [f"`{column}`" for column in format.required.values()]
+    if format.name == "ids":
+        return "`input_ids` as they are"
+    if format.name == "text":
+        return f"{columns[0]}: loss on every token"
+    if format.name == "pairs":
+        return f"{columns[0]} and {columns[1]} as text, without a chat template: loss on {columns[1]}"
+    if format.name == "pairs of chats":
+        return f"{columns[0]} and {columns[1]} as chats: loss on the assistant's turns of {columns[1]}"
+    if format.name != "instructions":
+        return f"{columns[0]} as chats: loss on the assistant's turns"
+    if "input" in format.optional:
+        columns.insert(1, f"`{format.optional['input']}`")
+    instruction = f"{', '.join(columns[:-1])} and {columns[-1]}"
+    if has_template:
+        return f"{instruction} as chats of user and assistant: loss on the assistant's turns"
+    return f"{instruction} in Alpaca's layout, as the tokenizer has no chat template: loss on {columns[-1]}"
+
+
+def _refuse_without_template(location, **parts: Any) -> None:
+    """Raise UsageError for a part of an Alpaca row that only a chat template can write."""
+    for name, value in parts.items():
+        if value:
+            raise UsageError(
+                f"{location}: `{name}` of an instruction needs a chat template, which the tokenizer has not: give "
+                "--chat_template chatml, or another one"
+            )
 
 
 def _require_integers(values: Any, name: str, location) -> None:
@@ -239,11 +331,11 @@ def _require_integers(values: Any, name: str, location) -> None:
         raise UsageError(f"{location}: `{name}` holds a number that is not whole")
 
 
-def _refuse_bad_answers(ratings: Iterable[bool | None], locations) -> None:
+def _refuse_bad_answers(name: str, ratings: Iterable[bool | None], locations) -> None:
     """Raise UsageError for the first answer that its row calls bad: a language model would learn to give it."""
     for i, rating in enumerate(ratings):
         if rating is False:
             raise UsageError(
-                f"{locations[i]}: `label` is false: an answer to avoid, which this task would train on: remove such rows, or "
+                f"{locations[i]}: `{name}` is false: an answer to avoid, which this task would train on: remove such rows, or "
                 "make pairs for task preference"
             )

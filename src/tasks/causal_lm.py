@@ -3,8 +3,11 @@
 A row is one of
     {"text": "…"}                                        loss on every token
     {"messages": [{"role": "user", "content": "…"}, …]}  loss on the assistant's turns
-    {"prompt": "…", "completion": "…"}                   loss on the completion
+    {"conversations": [{"from": "human", "value": "…"}, …]}  the same, as ShareGPT writes it
+    {"instruction": "…", "input": "…", "output": "…"}    Alpaca: a chat if there is a chat template; loss on the output
+    {"prompt": "…", "completion": "…"}                   loss on the completion; both texts, or turns of a chat
     {"input_ids": [5, 6, …], "labels": [-100, 6, …]}     used as it is; labels are optional, -100 is ignored
+docs/data.md says more, and how to name columns that are called otherwise.
 Tests: tests/src/tasks/test_causal_lm.py.
 """
 
@@ -28,6 +31,7 @@ from engine.models.router_loss import RouterLoss
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
+from engine.text.row_columns import RowColumns, named_columns
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
@@ -35,7 +39,7 @@ from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass
-class Options(CrossEntropy, ChatOptions, AnswerOptions):
+class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -77,14 +81,20 @@ class Task(base.Task):
         # Packed rows are nearly full, so they can all be as wide, in equal counts: then compiled layers have few graphs.
         self.cut_by_cost = self.cut_by_cost and not options.packing
         self.has_one_width = options.packing and self.cfg.compile and shapes_repeat(self.cfg)
-        self.row_settings = (
+        self.row_settings: tuple[Any, ...] = (
             self.vocab_size,
             self.max_length,
             options.packing,
             options.text_column,
             options.append_eos,
         )
-        self.encoder = Encoder(self.tokenizer, *self.row_settings, self.chat_format)
+        named = named_columns(options)
+        if named:  # else the fingerprint is that of runs before these options
+            self.row_settings += (named,)
+        self.encoder = Encoder(
+            self.tokenizer, *self.row_settings, chat_format=self.chat_format, is_mixed=bool(self.cfg.mixture)
+        )
+        self.json_columns = (*base.Task.json_columns, *self.encoder.nested_columns())
         self.router = RouterLoss(self.config, options.router_aux_loss_coef)
         self.generation = Generation(options, self.tokenizer, self.config)
         metrics = options.metrics if self.generation.answers_rows else []
@@ -100,7 +110,9 @@ class Task(base.Task):
 
         self.encoder = replace(self.encoder)  # each split may have another format
         needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
-        self.row_format = self.encoder.row_format
+        self.row_format = self.encoder.describe()
+        self.reads_chats = self.encoder.reads_chats
+        self.optional_columns = self.encoder.optional_columns()
         if self.options.packing:
             columns = [*columns, "documents"]  # lengths of the documents in a row
         types: dict[str, Any] = {}
@@ -113,8 +125,8 @@ class Task(base.Task):
         rows = self.encoder.encode_batch(batch, locations)
         return self.encoder.pack(rows) if self.options.packing else rows
 
-    def plan_rows(self, formats: set[str]) -> dict[str, str]:
-        return self.chat_format.plan(formats)
+    def plan_rows(self, has_chats: bool) -> dict[str, str]:
+        return self.chat_format.plan() if has_chats else {}
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.config.addons import used_addons
 from engine.data.batch_plan import sizes_of_run
-from engine.data.prepared_split import data_notes, format_stats, row_formats
+from engine.data.prepared_split import data_notes, format_rows, format_stats, holds_chats
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
@@ -42,14 +42,15 @@ def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:
     train_set = splits["train"]
     val_set = splits.get("validation")
     rows = {"task": cfg.task, "training data": format_stats(train_set.stats, task.unit)}
-    rows |= task.plan_rows(row_formats(train_set, task))
+    rows |= task.plan_rows(holds_chats(train_set, task))
     if train_set.quotas:
         draws = []
         for (source, *_), (size, drawn) in zip(train_set.segments(), train_set.quotas, strict=True):
             draws.append(f"{source}: {drawn:,} of {size:,} rows per epoch")
         rows["mixture"] = "; ".join(draws)
     rows["evaluation data"] = format_stats(val_set.stats, task.unit) if val_set else "none: no evaluation"
-    return rows
+    formats = format_rows(splits)
+    return rows | ({"rows": formats} if formats else {})
 
 
 def step_rows(cfg: RunConfig, train_set, task: Task, total: int) -> dict[str, str]:

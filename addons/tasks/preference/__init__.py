@@ -123,7 +123,8 @@ class Task(TaughtTask):
         from datasets import Features, List, Value
 
         self.pairs = PairEncoder(self.encoder, examples, split, self.options.needs_all_tokens)
-        self.row_format = self.pairs.encoder.row_format
+        self.reads_chats = self.pairs.chat
+        self.optional_columns = self.pairs.optional
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

@@ -6,9 +6,11 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 from typing import Any
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, errors_of
 from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
+from engine.text.row_columns import holds_turns
+from engine.text.row_formats import join_prompt, read_answer
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 SIDES = ("chosen", "rejected")
@@ -22,21 +24,18 @@ class PairEncoder:
         """Choose the kind of rows from the columns of `examples`; `needed` are those that encode_batch reads.
 
         all_tokens: every token of a completion is a target, also those that both completions begin with."""
-        from datasets import Value
-
         self.all_tokens = all_tokens
-
         columns = examples.column_names
         self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
-        self.chat = "chosen" in columns and not isinstance(examples.features["chosen"], Value)
+        self.chat = any(holds_turns((examples.features or {}).get(name)) for name in ("prompt", *SIDES))
         self.needed = [name for name in ("prompt", *SIDES) if name in columns or not (self.chat and name == "prompt")]
         if missing := [name for name in self.needed if name not in columns]:
             raise UsageError(
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
-        if self.chat:
-            self.needed += [name for name in OF_CHATS if name in columns]
+        self.optional = ["prompt", *OF_CHATS] if self.chat else []
+        self.needed += [name for name in OF_CHATS if self.chat and name in columns]
         encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
         encoder.structs = find_structs(examples.features, self.needed)
 
@@ -69,20 +68,17 @@ class PairEncoder:
         """Return the prompts with the completions of one side, in the columns that the encoder reads."""
         if self.chat:
             prompts = batch.get("prompt") or [None] * len(batch[side])
-            chats = [_chat(prompt, turns) for prompt, turns in zip(prompts, batch[side], strict=True)]
+            chats = []
+            for prompt, turns, location in zip(prompts, batch[side], locations, strict=True):
+                with errors_of(location):
+                    chats.append(_chat(prompt, turns, side))
             return {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
         require_text(batch[side], side, locations)
         return {"prompt": batch["prompt"], "completion": batch[side]}
 
 
-def _chat(prompt: Any, turns: list[dict] | None) -> list[dict]:
-    """Return a whole chat. A prompt of text is its first turn, unless the turns begin with one of their own."""
-    turns = turns or []
-    if isinstance(prompt, str):
-        roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
-        first = next((i for i, role in enumerate(roles) if role != "system"), 0)
-        if turns and roles[first] == "assistant":
-            return [*turns[:first], {"role": "user", "content": prompt}, *turns[first:]]
-        prompt = []
-    prompt = prompt or []
-    return [*turns] if prompt == turns[: len(prompt)] else [*prompt, *turns]  # the turns may hold their prompt, too
+def _chat(prompt: Any, answer: Any, side: str) -> list[dict]:
+    """Return a whole chat: the prompt, if the row has one, and the answer, either of them text or turns."""
+    if prompt:
+        return join_prompt(prompt, answer, ("prompt", side))
+    return read_answer(answer, side)

@@ -114,3 +114,25 @@ def test_structs_of_a_later_shard_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"b.parquet: messages: .*structs"):
         seen(tmp_path, ("messages",), train_file=list(map(str, files)))
     assert len(seen(tmp_path, ("messages",), train_file=list(map(str, files[::-1])))["messages"]) == 3
+
+
+def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tmp_path):
+    """A column of the format that a later shard brings is refused."""
+    tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["def return self"], chat_template=kit.CHATML)
+    turns = [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]
+    rows = [{"conversations": turns, "system": "self"}, {"conversations": turns, "system": None}]
+    fields = {"tokenizer_name": tokenizer, "model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)}
+    fields |= {"cache_dir": tmp_path / "cache", "per_device_batch_size": 1}
+    [file] = jsonl(tmp_path, rows)
+    _, prepared = kit.open_data(train_file=str(file), **fields)
+    _, splits = kit.open_data(train_file=str(file), **fields, **STREAM)
+    shards = splits["train"].shards
+    [table] = shards.blocks(0)
+    streamed = [row["labels"].tolist() for _, row, _ in shards.prepare(table, 0, 0, 0)]
+    assert sorted(streamed) == sorted(row["labels"].tolist() for row in kit.all_rows(prepared["train"]))
+    assert streamed[0] != streamed[1]
+    assert splits["train"].stats["format"] == "`conversations` as chats: loss on the assistant's turns"
+    files = jsonl(tmp_path, [{"conversations": turns}], rows)
+    _, splits = kit.open_data(train_file=list(map(str, files)), **fields, **STREAM)
+    with pytest.raises(UsageError, match=f"{files[1].name}.*system"):
+        list(splits["train"].shards.blocks(1))

@@ -5,6 +5,8 @@ import re
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -73,6 +75,62 @@ def test_chat_pairs(fields, tmp_path, prompt, before):
         "sat<|endoftext|>\n",
     )
     assert decoded(task, row, "rejected")[1] == "ran over<|endoftext|>\n"
+
+
+FIRST = [CHATML_USER, {"role": "assistant", "content": "sat"}]
+LAST = {"role": "user", "content": "on"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [*FIRST, LAST], "chosen": "sat", "rejected": "ran over"},
+        {"prompt": [*FIRST, LAST], "chosen": CHAT[0], "rejected": CHAT[1]},
+        {"prompt": [*FIRST, LAST], "chosen": [*FIRST, LAST, CHAT[0]], "rejected": [*FIRST, LAST, CHAT[1]]},
+        {"prompt": "on", "chosen": [*FIRST, LAST, CHAT[0]], "rejected": [*FIRST, LAST, CHAT[1]]},
+        {
+            "prompt": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}, LAST],
+            "chosen": [{"from": "gpt", "value": "sat"}],
+            "rejected": "ran over",
+        },
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_as_prompts(fields, tmp_path, row, kind):
+    """Their answers are text, turns, or the whole chats; the prompt's answer of the assistant is no target."""
+    if kind == "jsonl":
+        path = kit.write_jsonl(tmp_path / "rows.jsonl", [row])
+    else:
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    task, splits = kit.open_data(**fields, train_file=path)
+    [encoded] = splits["train"].rows(np.arange(1))
+    before = "<|user|>the cat<|endoftext|>\n<|assistant|>sat<|endoftext|>\n<|user|>on<|endoftext|>\n<|assistant|>"
+    assert decoded(task, encoded, "chosen") == (f"{before}sat<|endoftext|>\n", "sat<|endoftext|>\n")
+    assert decoded(task, encoded, "rejected") == (f"{before}ran over<|endoftext|>\n", "ran over<|endoftext|>\n")
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        (
+            {"prompt": "on", "chosen": [*FIRST], "rejected": [*FIRST]},
+            "`prompt` is text that no turn of the user in `chosen`",
+        ),
+        ({"prompt": FIRST, "chosen": [CHAT[0]], "rejected": [CHAT[1]]}, "`prompt` ends with a turn of the assistant"),
+        ({"prompt": [LAST], "chosen": "sat", "rejected": None}, "`rejected` holds nothing"),
+        ({"chosen": [*FIRST], "rejected": []}, "`rejected` has no turn"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_answers_are_refused(fields, tmp_path, row, words):
+    good = {"prompt": [LAST], "chosen": "sat", "rejected": "ran"} if row["chosen"] == "sat" else None
+    good = good or {"chosen": [*FIRST], "rejected": [*FIRST]} | ({"prompt": row["prompt"]} if "prompt" in row else {})
+    if isinstance(good.get("prompt"), str):
+        good["prompt"] = "the cat"
+    elif good.get("prompt") == FIRST:
+        good["chosen"] = good["rejected"] = [LAST, CHAT[0]]
+    with pytest.raises(UsageError, match=f"line 2: train data: {words}"):
+        opened(fields, tmp_path, [good, row])
 
 
 def test_pairs_without_difference_have_no_weight(fields, tmp_path):

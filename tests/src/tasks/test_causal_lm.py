@@ -5,7 +5,6 @@ import json
 import math
 from contextlib import suppress
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -509,23 +508,6 @@ def test_input_ids_are_used_as_they_are(folder, packing):
         assert stats["without_target"] == 1
     assert batch.weight == 3
     assert batch.sums["bytes"] == 0  # unknown: there is no text
-
-
-ALPACA = {"instruction": "def", "input": "f", "output": "return"}
-SHAREGPT = {"conversations": [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]}
-
-
-@pytest.mark.parametrize(
-    "row, text", [(ALPACA, "def\nf\nreturn"), (SHAREGPT, f"<|user|>def{EOS}\n<|assistant|>return")]
-)
-def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenizer, row, text):
-    with pytest.raises(UsageError, match="no usable column") as error:
-        open_batch(folder, [row])
-    conversion = str(error.value).partition("convert the file once, by ")[2]
-    values = {"FILE": str(folder / "rows.jsonl"), "NEW": str(folder / "new.jsonl"), "datasets": datasets}
-    exec(conversion, values)
-    _, rows, _, _ = open_batch(folder, [json.loads((folder / "new.jsonl").read_text())])
-    assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
 
 
 def test_columns_that_are_not_used_are_warned_about(folder, capfd):
