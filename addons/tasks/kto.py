@@ -20,25 +20,23 @@ from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn
-from engine.config.option import AS_GIVEN, option
+from engine.config.option import option
 from engine.data.seeding import seed_everything
 from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
+from engine.text.chat_options import ChatOptions
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
 
 
 @dataclass
-class Options:
+class Options(ChatOptions):
     max_length: int | None = option(
         "tokens of prompt and completion; longer ones are truncated (default: the model's limit, at most 1024)",
         min=2,
     )
     append_eos: bool = option("end every completion with the tokenizer's end-of-text token", True)
-    chat_template: str | None = option(
-        "file with a Jinja chat template (default: the tokenizer's)", is_path=AS_GIVEN, from_checkpoint=False
-    )
     beta: float = option("scale of the log-ratios: higher keeps the model nearer to the reference", 0.1, above=0)
     kto_loss: str = option(
         "kto, or apo_zero_unpaired (the same with z = 0: no mismatched pairs, so half the forward passes)",
@@ -65,6 +63,7 @@ class Options:
 class Task(TaughtTask):
     frozen = "reference"
     can_shorten = False
+    cut_by_cost = False  # mismatched pairs have lengths of their own
     row_losses: Any = None  # a row's loss depends on the whole global batch
     baseline: torch.Tensor | float = 0.0  # mean log-ratio of mismatched pairs of the global batch, at least 0
 

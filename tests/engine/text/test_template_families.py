@@ -127,15 +127,6 @@ def test_a_turn_that_is_not_trained_has_no_target(family):
     assert "waone" not in targets
 
 
-def test_chatml_is_the_template_of_earlier_versions():
-    """Also its targets: they include the line break after the end, as those that are found without marks do."""
-    earlier = tokenizer_of((kit.REPOSITORY / "configs/chatml.jinja").read_text())
-    now = tokenizer_of(TEMPLATES["chatml"])
-    for name in ("one turn", "several turns", "system"):
-        row, _ = ROWS[name]
-        assert encode_chat(earlier, row, "row", None)[:2] == encode_chat(now, row, "row", None)[:2]
-
-
 @pytest.mark.parametrize("family", [name for name in TEMPLATES if "tools" not in REFUSED.get(name, ())])
 def test_arguments_that_are_json_text_are_not_quoted_again(family):
     row, tools = ROWS["tools"]
