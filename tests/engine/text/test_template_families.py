@@ -8,7 +8,6 @@ from engine.config.errors import UsageError
 from engine.text.chat import encode_chat
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
 from tests.helpers import chat_oracle as oracle
-from tests.helpers import kit
 from tests.helpers.chat_oracle import ROWS, Wrong, check_targets, tokenizer_of
 
 TEMPLATES = {name: file.read_text(encoding="utf-8") for name, file in family_files().items()}
