@@ -5,7 +5,8 @@ import re
 import pytest
 
 from engine.config.errors import UsageError
-from engine.text.chat import encode_chat
+from engine.text.chat import encode_chat, render_chat
+from engine.text.chat_turns import read_chat
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
 from tests.helpers import chat_oracle as oracle
 from tests.helpers.chat_oracle import ROWS, Wrong, check_targets, tokenizer_of
@@ -140,27 +141,19 @@ def test_arguments_that_are_json_text_are_not_quoted_again(family):
 
 
 EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
-WITH_EMPTY_BLOCK = (
-    "deepseek_r1",
-    "glm4_5",
-    "nemotron_3",
-    "nemotron_3_ultra",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_6",
-    "qwen3_thinking",
-)
+WITH_EMPTY_BLOCK = ("deepseek_r1", "glm4_5", "nemotron_3", "nemotron_3_ultra", "qwen3", "qwen3_5", "qwen3_6")
 
 
-@pytest.mark.parametrize("family", WITH_EMPTY_BLOCK)
-def test_an_empty_block_begins_the_targets_of_a_turn(family):
+@pytest.mark.parametrize("family", [*WITH_EMPTY_BLOCK, "qwen3_thinking"])
+def test_an_empty_block_begins_what_is_marked(family):
     """So that it can be cut there, if it is to be no target."""
-    tokenizer = tokenizer_of(TEMPLATES[family])
-    row, _ = ROWS["one turn"]
-    _, labels, _ = encode_chat(tokenizer, row, "row", None)
-    targets = tokenizer.decode([label for label in labels if label >= 0])
-    assert EMPTY_BLOCK.match(targets)
-    assert targets[EMPTY_BLOCK.match(targets).end() :].startswith("It went waone home.")
+    row, tools = ROWS["several turns"]
+    template = TEMPLATES[family]
+    text, spans = render_chat(tokenizer_of(template), read_chat(row, tools), template)
+    assert len(spans) == 2
+    for span, words in zip(spans, ("It went waone home.", "watwo stayed."), strict=True):
+        block = EMPTY_BLOCK.match(text, span.begin)
+        assert text.startswith(words, block.end())
 
 
 # ---- which family a tokenizer has -------------------------------------------------------------------------------------
@@ -239,7 +232,7 @@ def test_tokenizer_without_a_template_has_no_family():
 
 @pytest.mark.parametrize("name", [name for name in STOCK_LIKE if STOCK_LIKE[name][1]])
 def test_family_writes_and_trains_what_the_own_template_does_where_that_can_be_trained(name):
-    """The date of today aside. An empty block is a target of both."""
+    """The date of today aside. So are the targets, with the line break after the end of a turn."""
     template, family = STOCK_LIKE[name]
     trained = 0
     for row, tools in ROWS.values():
