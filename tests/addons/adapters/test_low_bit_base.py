@@ -175,6 +175,84 @@ def test_no_kernel_is_fetched_by_importing_bitsandbytes(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
+# ---- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def train_plain(values: dict, bits: int, dtype: str = "float64") -> dict[str, torch.Tensor]:
+    """Return the adapter that transformers, peft and bitsandbytes train in a plain loop. `dtype`: of the adapter."""
+    names = ("model_name_or_path", "train_file")
+    task, splits = kit.open_data(**{name: values[name] for name in names}, output_dir="unused")
+    batch = task.collate(splits["train"].rows(range(technique_runs.ROWS)), training=True)
+    options = {"target_modules" if name == "target" else name: value for name, value in LORA.items() if name != "type"}
+    base = by_transformers(values["model_name_or_path"], bits)
+    for parameter in base.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.double()
+    torch.manual_seed(42)
+    model = peft.get_peft_model(base, peft.LoraConfig(**options)).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(trained, lr=values["learning_rate"], weight_decay=values["weight_decay"])
+    for _ in range(values["max_steps"]):
+        optimizer.zero_grad()
+        logits = model(input_ids=batch.inputs["input_ids"]).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.inputs["targets"].flatten()).backward()
+        optimizer.step()
+    return {name: value.double() for name, value in peft.get_peft_model_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_of_transformers_peft_and_a_plain_loop(tmp_path, bits):
+    """The mutants: an adapter in 16 bits, and a base in full precision."""
+    values = fields(tmp_path, 48, max_steps=20, save_steps=20)
+    values |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, "learning_rate": 1e-3}
+    run = technique_runs.train(tmp_path / "run", values)
+    found = kit.load_weights(run.folder / "final" / "adapter", "adapter_model")
+    assert kit.distance(found, train_plain(values, bits)) <= 1e-6
+    assert kit.distance(found, train_plain(values, bits, "bfloat16")) > 1e-3
+    full = technique_runs.train(tmp_path / "full", values | {"load_in_4bit": False, "load_in_8bit": False})
+    assert kit.distance(found, kit.load_weights(full.folder / "final" / "adapter", "adapter_model")) > 1e-3
+
+
+def test_base_is_quantized_before_the_adapter(tmp_path):
+    """The mutant order is an error: the adapter would be quantized, too."""
+    values = fields(tmp_path)
+    task, _ = kit.open_data(
+        **{name: values[name] for name in ("model_name_or_path", "train_file", "peft", "load_in_4bit")}
+    )
+    model = task.build_model()
+    names = [name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert "model.layers.0.self_attn.q_proj.base_layer" in names
+    assert not any("lora_" in name or "lm_head" in name for name in names)
+    with pytest.raises(RuntimeError, match="adapter"):
+        addon.quantize(task, model, 4)
+
+
+@pytest.mark.parametrize("bits, hidden", [(4, 48), (8, 64)])
+def test_every_split_resume_and_evaluation(tmp_path, bits, hidden):
+    """In float64, with layers of few bits that compute in float32 (4 bits) and in float64 (8 bits, on a CPU)."""
+    values = fields(tmp_path, hidden) | {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, "eval_steps": 2}
+    one = technique_runs.train(tmp_path / "one", values)
+    two = technique_runs.train(tmp_path / "two", values, 2, 2)
+    assert kit.distance(adapter(one), adapter(two)) <= 1e-10
+    resumed = kit.rewind(two.folder, 2, tmp_path / "resumed")
+    assert kit.same(adapter(technique_runs.train(resumed, values, 2, 2)), adapter(two))
+    assert kit.timeless(resumed) == kit.timeless(two.folder)
+    moved = kit.rewind(two.folder, 2, tmp_path / "moved")
+    assert kit.distance(adapter(technique_runs.train(moved, values, 1, 2)), adapter(two)) <= 1e-10
+    checkpoint = two.folder / "checkpoints" / "step_00000004"
+    assert not [*checkpoint.glob("model*.safetensors")]
+    lines = {line["step"]: line for line in two.kind("eval")}
+    for folder in (two.folder / "final", checkpoint):
+        found = kit.run_evaluation(1, tmp_path / f"eval{folder.name}", "--checkpoint", folder)
+        assert found == lines[found["step"]]
+    other = [*kit.flags(**values | {"load_in_4bit": bits == 8, "load_in_8bit": bits == 4}), "--output_dir", resumed]
+    codes, [output] = kit.run_command("train.py", *other, folder=tmp_path / "other")
+    assert codes == [2]
+    assert "load_in_4bit" in output
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------------
 
 
