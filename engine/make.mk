@@ -36,7 +36,7 @@ quoted = '$(subst ','\'',$(1))'
 need = test -e $(1) || { echo "error: $(1) is not here: restore it to use make $@" >&2; exit 2; };
 
 # make ignores a variable that it does not know.
-$(foreach name,accelerate args config nproc out run runs,$(if $(filter command,$(origin $(name))),$(error \
+$(foreach name,accelerate args config file nproc out run runs,$(if $(filter command,$(origin $(name))),$(error \
 $(name)=$($(name)) is in small letters: give $(shell printf '%s' '$(name)' | tr a-z A-Z)=$($(name)))))
 
 ifneq ($(word 2,$(CONFIG)),)
@@ -47,7 +47,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke preview find-lr find-batch-size train eval test test-addons test-fast test-gpu test-cluster lint format report ledger storm same fork update schema clean distclean
+.PHONY: help setup data smoke preview find-lr find-batch-size train eval chat predict test test-addons test-fast test-gpu test-cluster lint format report ledger storm same fork update schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -92,6 +92,14 @@ find-batch-size: .venv/done ## print the largest per_device_batch_size of CONFIG
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
 	$(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
+
+chat: .venv/done ## chat with the newest run, or RUN=folder, in the terminal; ARGS='--temperature 0.7'
+	@$(call need,addons/tools/chat.py) $(VENV)/python -m addons.tools.chat $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
+
+predict: .venv/done ## answer the rows of FILE=rows.jsonl by the newest run, or RUN=folder; NPROC=2 uses two processes
+	@test -n $(call quoted,$(FILE)) || { echo "error: give FILE=rows.jsonl" >&2; exit 2; }
+	@$(call need,addons/tools/predict.py)
+	$(LAUNCH) --module addons.tools.predict $(if $(RUN),--checkpoint '$(RUN)') --file $(call quoted,$(FILE)) $(ARGS)
 
 test-fast: .venv/done ## test while you edit: two minutes, few processes
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --fast -q -r fE $(ARGS)

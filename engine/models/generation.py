@@ -16,7 +16,7 @@ from engine.config.errors import UsageError, warn
 from engine.config.option import AS_GIVEN, option
 from engine.distributed.sharded_tensors import is_partial
 from engine.models.config_and_tokenizer import position_limit
-from engine.models.prompts import Prompt, end_of_turn, prompts_of_split, read_prompt
+from engine.models.prompts import Prompt, Text, end_of_turn, prompts_of_split, read_prompt
 from engine.text.tokenize_and_pack import IGNORED
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ class Generation:
             if prompts or self.answers_rows:
                 raise UsageError("sample_prompts and predict_with_generate need a tokenizer: give --tokenizer_name")
             return
-        variables = getattr(options, "chat_template_kwargs", None) or {}
         for i, text in enumerate(prompts):
-            prompt = read_prompt(tokenizer, text, f"sample_prompts: prompt {i}", **variables)
+            prompt = self.read_prompt(text, f"sample_prompts: prompt {i}")
             if not self.has_room(prompt, options.sample_max_new_tokens):
                 raise UsageError(
                     f"sample_prompts: prompt {i} has {len(prompt.ids)} tokens, which leaves less than "
@@ -103,6 +102,11 @@ class Generation:
     def end_of_turn(self) -> int | None:
         """The token that ends an assistant's turn, if the chat template has one."""
         return end_of_turn(self.tokenizer)
+
+    def read_prompt(self, text: Text, where: object, tools: Any = None) -> Prompt:
+        """Return a text, or a chat through the chat template, as a prompt; `where` begins an error."""
+        variables = getattr(self.options, "chat_template_kwargs", None) or {}
+        return read_prompt(self.tokenizer, text, where, tools, **variables)
 
     def has_room(self, prompt: Prompt, max_new_tokens: int) -> bool:
         """Return whether the model has positions for a prompt and an answer."""
@@ -165,7 +169,8 @@ class Generation:
         pad = self.tokenizer.pad_token_id
         if pad is None:
             pad = stop_ids[0] if stop_ids else 0
-        settings = {"do_sample": False, "num_beams": 1, "use_cache": True} | settings
+        # Some models name a cache with which transformers would compile them anew for each width of prompts.
+        settings = {"do_sample": False, "num_beams": 1, "use_cache": True, "disable_compile": True} | settings
         config = generation_config or model.generation_config
         tokens = generate_tokens(
             model, inputs, config, max_new_tokens, eos_token_id=stop_ids or None, pad_token_id=pad, **settings

@@ -1,0 +1,142 @@
+# Needs addons/tools/_open_model.py.
+"""Answers to the rows of a .jsonl file: each row with its own keys and a key `prediction`, in the order of the file.
+
+    make predict FILE=rows.jsonl [RUN=folder] [NPROC=2] [ARGS='--max_new_tokens 64 --output answers.jsonl']
+
+A row is a chat (`messages`; a last turn of the assistant is left out, and answered anew), a `prompt` (a text, or turns), or
+a text to continue. The answers are the same on any number of processes. Tests: tests/addons/tools/test_chat_and_predict.py.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from addons.tools._open_model import OpenModel, open_model
+from engine.config.errors import UsageError, writes_to
+from engine.config.paths import locate, path_of_flag
+from engine.distributed.host_group import run_on_main
+from engine.distributed.init_accelerator import shutdown
+from engine.models.prompts import Prompt, last_answer
+from engine.process.exit_codes import run_main
+from engine.storage.atomic_folder import rewrite
+from src.training.evaluation import generate_answers
+
+KEY = "prediction"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="make predict", allow_abbrev=False, epilog="and the flags of eval.py, such as --checkpoint"
+    )
+    parser.add_argument("--file", required=True, help="rows to answer, one JSON object a line")
+    parser.add_argument("--output", help="file to write (default: predictions_FILE in the run folder)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens of an answer at most (default: 256)")
+    own, rest = parser.parse_known_args(argv)
+    if own.max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {own.max_new_tokens}: give 1 or more")
+    file = Path(locate(path_of_flag(own.file, "--file")))
+    opened = open_model(rest)
+    output = Path(path_of_flag(own.output, "--output") if own.output else default_output(opened, file))
+    predict(opened, file, output, own.max_new_tokens)
+    shutdown(opened.backend.accelerator)
+
+
+def default_output(opened: OpenModel, file: Path) -> Path:
+    """Return the file in the run folder that has the answers to the rows of `file`."""
+    return Path(opened.cfg.output_dir, f"predictions_{file.stem}.jsonl")
+
+
+def predict(opened: OpenModel, file: Path, output: Path, max_new_tokens: int) -> None:
+    """Write the rows of `file` with their answers to `output`, by one rename; on all ranks."""
+    cfg, task, backend, module = opened
+    if output.resolve() == file.resolve():
+        raise UsageError(f"output: {output} is the file with the rows: give another one")
+    accelerator = backend.accelerator
+    rows, prompts = run_on_main(accelerator, lambda: read_rows(file, task, max_new_tokens))
+    tokens = generate_answers(backend, module, task, prompts, {"max_new_tokens": max_new_tokens}, cfg)
+    texts = task.generation.texts(tokens)
+
+    def write() -> None:
+        lines = [json.dumps(row | {KEY: text}, ensure_ascii=False) for row, text in zip(rows, texts, strict=True)]
+        with writes_to(output.parent, "output"):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            rewrite(output, "".join(f"{line}\n" for line in lines))
+        print(f"{len(rows):,} answers are written to {output.resolve()}", flush=True)
+
+    run_on_main(accelerator, write)
+
+
+def read_rows(file: Path, task: Any, max_new_tokens: int) -> tuple[list[dict], list[Prompt]]:
+    """Return the rows of a .jsonl file and their prompts. Raise UsageError with the line of a row that has none."""
+    rows = []
+    prompts = []
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"file: {file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where}: no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: {type(row).__name__}, not a JSON object")
+        if KEY in row:
+            raise UsageError(f"{where}: the row has a key `{KEY}`, which the answer would replace: rename it")
+        prompt = prompt_of_row(row, task, where)
+        if not task.generation.has_room(prompt, max_new_tokens):
+            raise UsageError(
+                f"{where}: {len(prompt.ids):,} tokens and an answer of {max_new_tokens:,} do not fit into the model's "
+                f"{task.generation.limit:,} positions: give a smaller --max_new_tokens, or shorten the row"
+            )
+        rows.append(row)
+        prompts.append(prompt)
+    if not rows:
+        raise UsageError(f"file: {file} has no row")
+    return rows, prompts
+
+
+def prompt_of_row(row: dict, task: Any, where: str) -> Prompt:
+    """Return what a row asks. Raise UsageError for a row without a prompt."""
+    messages = getattr(task.options, "messages_column", None) or "messages"
+    text_column = getattr(task.options, "text_column", "text")
+    for name in (messages, "prompt", text_column):
+        value = row.get(name)
+        if isinstance(value, list):
+            while value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+                value = value[:-1]
+            return task.generation.read_prompt(value, where, row.get("tools"))
+        if isinstance(value, str):
+            return task.generation.read_prompt(value, where)
+        if value is not None:
+            raise UsageError(f"{where}: `{name}` holds {type(value).__name__}: give a text, or a list of turns")
+    return prompt_before_answer(row, task, where)
+
+
+def prompt_before_answer(row: dict, task: Any, where: str) -> Prompt:
+    """Return what stands before the answer of a row of another format that the task trains on."""
+    columns = [name for name in row if row[name] is not None]
+    try:
+        task.encoder.choose(columns, where)
+    except UsageError as error:
+        raise UsageError(
+            f"{where}: no prompt among {', '.join(row) or 'no keys'}: a row needs `messages`, `prompt` or a text"
+        ) from error
+    encoded = task.encoder.encode_batch({name: [row[name]] for name in columns}, [where])
+    ids = np.array(encoded["input_ids"][0])
+    prompt = last_answer(ids, np.array(encoded.get("labels", encoded["input_ids"])[0]))
+    if prompt is None or len(ids) >= task.max_length:
+        raise UsageError(
+            f"{where}: the row has no answer within max_length {task.max_length}: give `messages` or `prompt`"
+        )
+    return prompt
+
+
+if __name__ == "__main__":
+    run_main(main)
