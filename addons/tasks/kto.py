@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
+from addons.tasks.distillation.reference import ReferenceOptions, ReferenceTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn
@@ -31,7 +31,7 @@ MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
 
 
 @dataclass
-class Options(ChatOptions):
+class Options(ReferenceOptions, ChatOptions):
     max_length: int | None = option(
         "tokens of prompt and completion; longer ones are truncated (default: the model's limit, at most 1024)",
         min=2,
@@ -45,33 +45,13 @@ class Options(ChatOptions):
     )
     desirable_weight: float = option("weight of the loss of rows with label true", 1.0, min=0)
     undesirable_weight: float = option("weight of the loss of rows with label false", 1.0, min=0)
-    # may_change_on_resume, because reference_revision tells whether the weights are the same.
-    reference_name_or_path: str | None = option(
-        "Hub id, folder or run of the frozen reference (default: the weights that this run begins with)",
-        is_path=True,
-        may_change_on_resume=True,
-        from_checkpoint=True,
-    )
-    reference_revision: str | None = option(
-        "branch, tag or commit of a Hub reference (default: main); of a folder the hash of its weights, filled in",
-        from_checkpoint=True,
-    )
     # Options of causal_lm that rated answers do not have.
     packing, text_column, sample_prompt, router_aux_loss_coef = False, "", None, 0.0
 
 
-class Task(TaughtTask):
-    frozen = "reference"
-    can_shorten = False
-    cut_by_cost = False  # mismatched pairs have lengths of their own
+class Task(ReferenceTask):
     row_losses: Any = None  # a row's loss depends on the whole global batch
     baseline: torch.Tensor | float = 0.0  # mean log-ratio of mismatched pairs of the global batch, at least 0
-
-    def load(self) -> None:
-        # An option of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.
-        cfg, o = self.cfg, self.options
-        o.reference_name_or_path = o.reference_name_or_path or cfg.init_from or cfg.model_name_or_path or RANDOM
-        super().load()
 
     @property
     def has_baseline(self) -> bool:
@@ -251,7 +231,9 @@ def baseline_of_batch(backend: Any, module: torch.nn.Module, batch: Any) -> torc
     # Only the forward pass of a sharded model is a collective; without DDP's wrapper no other is.
     caller = module if backend.is_sharded else backend.accelerator.unwrap_model(module)
     device = backend.accelerator.device
-    total: Any = torch.zeros(2, device=device)
+    # The same on a rank that has only dummy batches.
+    dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
+    total = torch.zeros(2, dtype=dtype, device=device)
     for micro, rows in batch:
         if micro.dummy and not backend.is_sharded:
             continue
@@ -261,6 +243,6 @@ def baseline_of_batch(backend: Any, module: torch.nn.Module, batch: Any) -> torc
         with backend.buffers.unchanged():  # running statistics
             out = caller(inputs)
         if not micro.dummy:
-            total = total + torch.stack([out["loss"], out["counted"]])
-    total = backend.accelerator.reduce(total, "sum")
-    return _baseline(total[0], total[1])
+            total += torch.stack([out["loss"], out["counted"]]).to(dtype)
+    sums: Any = backend.accelerator.reduce(total, "sum")
+    return _baseline(sums[0], sums[1])

@@ -242,3 +242,22 @@ def bitsandbytes() -> Any:
         del sys.modules["kernels"]
         if kernels is not None:
             sys.modules["kernels"] = kernels
+
+
+# ---- peft 0.21 -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Make the adapted layers of a model compute what the base model does, within.
+
+    peft's own switch also sets `requires_grad` of each adapter, under DDP and FSDP2 in the middle of a step.
+    Test: tests/addons/tasks/test_reference.py."""
+    layers: list[Any] = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

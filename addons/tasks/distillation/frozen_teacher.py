@@ -1,7 +1,7 @@
 """A frozen second model beside the trained one: its folder, the version of its weights, the module that holds both.
 
-Base of the tasks distillation (a teacher) and preference (a reference). Tests: tests/addons/tasks/test_frozen_teacher.py
-and tests/addons/tasks/test_preference.py.
+Base of the tasks distillation (a teacher), and by reference.py of preference and kto (a reference).
+Tests: tests/addons/tasks/test_frozen_teacher.py and tests/addons/tasks/test_preference.py.
 """
 
 import json
@@ -77,9 +77,7 @@ class StudentAndTeacher(torch.nn.Module):
 
 
 class TaughtTask(causal_lm.Task):
-    """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name.
-
-    There is none if FROZEN_name_or_path is None, which a task may allow."""
+    """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name."""
 
     frozen = "teacher"
     frozen_model: "FrozenModel | None" = None
@@ -88,9 +86,16 @@ class TaughtTask(causal_lm.Task):
 
     def load(self) -> None:
         super().load()
+        if self.has_frozen_model:
+            self._load_frozen_model()
+
+    @property
+    def has_frozen_model(self) -> bool:
+        """Return whether a frozen model stands beside the trained one."""
+        return True
+
+    def _load_frozen_model(self) -> None:
         names = [f"{self.frozen}_{end}" for end in ("name_or_path", "revision")]
-        if getattr(self.options, names[0]) is None:
-            return
         self.frozen_model = FrozenModel(self.cfg, self.frozen, *(getattr(self.options, name) for name in names))
         self.frozen_model.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
         # Now an option of the run, which resume and eval.py compare.

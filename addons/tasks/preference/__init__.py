@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
+from addons.tasks.distillation.reference import ReferenceOptions, ReferenceTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.pair_losses import PAIR_LOSSES, SMOOTHED, PairLoss
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
@@ -28,7 +28,7 @@ from src.losses.chunked_cross_entropy import Scored, score_tokens
 
 
 @dataclass
-class Options(ChatOptions):
+class Options(ReferenceOptions, ChatOptions):
     max_length: int | None = option(
         "tokens of prompt and completion; longer ones are truncated (default: the model's limit, at most 1024)",
         min=2,
@@ -56,17 +56,6 @@ class Options(ChatOptions):
         0.0,
         min=0,
         below=0.5,
-    )
-    # may_change_on_resume, because reference_revision tells whether the weights are the same.
-    reference_name_or_path: str | None = option(
-        "Hub id, folder or run of the frozen reference (default: the weights that this run begins with)",
-        is_path=True,
-        may_change_on_resume=True,
-        from_checkpoint=True,
-    )
-    reference_revision: str | None = option(
-        "branch, tag or commit of a Hub reference (default: main); of a folder the hash of its weights, filled in",
-        from_checkpoint=True,
     )
     # Options of causal_lm that pairs do not have.
     packing, text_column, sample_prompt, router_aux_loss_coef = False, "", None, 0.0
@@ -102,17 +91,11 @@ class Options(ChatOptions):
         return errors
 
 
-class Task(TaughtTask):
-    frozen = "reference"
-    can_shorten = False  # a pair has two texts
-    cut_by_cost = False  # both are padded to the longest text
-
-    def load(self) -> None:
-        # An option of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.
-        cfg, o = self.cfg, self.options
-        if o.loss_of_pairs.has_reference:
-            o.reference_name_or_path = o.reference_name_or_path or cfg.init_from or cfg.model_name_or_path or RANDOM
-        super().load()
+class Task(ReferenceTask):
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the loss has a reference."""
+        return self.options.loss_of_pairs.has_reference
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +156,7 @@ class Task(TaughtTask):
     def _scores(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (log-probabilities, scores) of the completions, chosen and then rejected ones, (2 × rows,)."""
         targets = inputs["targets"]
-        if self.frozen_model is None:
+        if not self.has_reference:
             log_probs = self._log_probs(score_tokens(model, inputs, self.plain_head), targets)
             scores = log_probs
         else:
