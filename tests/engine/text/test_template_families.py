@@ -156,6 +156,26 @@ def test_an_empty_block_begins_what_is_marked(family):
         assert text.startswith(words, block.end())
 
 
+@pytest.mark.parametrize("family", ["deepseek_r1", "glm4_5", "qwen3", "qwen3_5", "qwen3_6", "qwen3_thinking"])
+def test_reasoning_in_the_content_is_written_as_reasoning_content(family):
+    row, _ = ROWS["reasoning twice"]
+    in_content = [dict(turn) for turn in row]
+    for turn in in_content[1::2]:
+        turn["content"] = f"<think>\n{turn.pop('reasoning_content')}\n</think>\n\n{turn['content']}"
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    assert labelled_text(tokenizer, in_content, None) == labelled_text(tokenizer, row, None)
+
+
+@pytest.mark.parametrize("family", [name for name in TEMPLATES if "tools" not in REFUSED.get(name, ())])
+def test_a_call_without_content_is_written_as_one_with_empty_content(family):
+    """As servers give it to the template that is saved with the model."""
+    row, tools = ROWS["tools"]
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    text = tokenizer.apply_chat_template(row, tools=tools, tokenize=False)
+    without = [row[0], row[1] | {"content": None}, *row[2:]]
+    assert tokenizer.apply_chat_template(without, tools=tools, tokenize=False) == text
+
+
 # ---- which family a tokenizer has -------------------------------------------------------------------------------------
 
 
