@@ -133,6 +133,20 @@ def test_prompts_that_do_not_fit_their_answers_are_refused(fields, tmp_path, row
         opened(fields, tmp_path, [good, row])
 
 
+def test_options_of_chats_are_those_of_causal_lm(fields, tmp_path):
+    """Variables of the template by run and row, and only the last turn as a target."""
+    template = tmp_path / "tone.jinja"
+    template.write_text("{% if tone is defined %}({{ tone }}){% endif %}" + kit.CHATML)
+    more = {"chat_template": template, "chat_template_kwargs": '{"tone": "dry"}', "train_turns": "last"}
+    before = [CHATML_USER, CHAT[0], CHATML_USER]
+    rows = [{"chosen": [*before, CHAT[0]], "rejected": [CHATML_USER, CHAT[1], CHATML_USER, CHAT[1]]}] * 2
+    rows = [row | {"chat_template_kwargs": given} for row, given in zip(rows, [None, {"tone": "warm"}], strict=True)]
+    task, pairs = opened(fields, tmp_path, rows, **more)
+    texts = [decoded(task, pair, "rejected") for pair in pairs]
+    assert [text.partition("<|user|>")[0] for text, _ in texts] == ["(dry)", "(warm)"]
+    assert [targets for _, targets in texts] == ["ran over<|endoftext|>\n"] * 2  # all: that of turn 1, too
+
+
 def test_pairs_without_difference_have_no_weight(fields, tmp_path):
     """Equal completions, and prompts that fill max_length."""
     rows = [

@@ -5,6 +5,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
@@ -286,6 +288,26 @@ def test_variables_of_run_and_row(folder, of_run, of_row, written):
         targets(tokenizer, chosen, CHAT, of_row)[0]
         == f"{written}user: hi\nassistant: hello\nuser: and?\nassistant: bye\n"
     )
+
+
+@pytest.mark.parametrize("file_type", ["jsonl", "parquet"])
+def test_variables_in_a_column_of_the_data(tmp_path, file_type):
+    """In Parquet every row has every key, and null where it gave none; a .jsonl file may have another type in each row."""
+    given = [{"tone": "warm"}, None, {"tone": 5} if file_type == "jsonl" else {"tone": "sharp"}, {"other": "x"}]
+    rows = [{"messages": CHAT, "chat_template_kwargs": variables} for variables in given]
+    file = tmp_path / f"rows.{file_type}"
+    if file_type == "jsonl":
+        kit.write_jsonl(file, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    fields = {"train_file": file, "cache_dir": tmp_path / "cache", "chat_template_kwargs": '{"tone": "dry"}'}
+    fields["tokenizer_name"] = kit.tiny_tokenizer(tmp_path / "tokenizer", ["hello"], chat_template=VARIABLE)
+    config = {name: value for name, value in kit.LLAMA.items() if name != "vocab_size"}
+    fields["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", config)
+    task, splits = kit.open_data(**fields)
+    texts = [task.tokenizer.decode(row["input_ids"]) for row in kit.all_rows(splits["train"])]
+    third = "5" if file_type == "jsonl" else "sharp"
+    assert [text.partition("user")[0] for text in texts] == ["<warm>", "<dry>", f"<{third}>", "<dry>"]
 
 
 def test_variables_of_a_row_that_are_not_read_are_warned_of(folder, capsys):
