@@ -186,7 +186,7 @@ class Task:
             self.base_model = base_model.check_random(self.base_model, self.saved(model), weights)
             base_model.cast_(model, getattr(torch, self.cfg.dtype))
             return model
-        if weights is None or base_model.read_base(weights) is None:  # the base model itself
+        if base_model.holds_base(weights):
             return self.build(weights)
         with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
             return self.build(None)

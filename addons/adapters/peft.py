@@ -5,9 +5,10 @@ A checkpoint holds what is trained (adapter.safetensors) and the identity of the
 """
 
 import copy
+import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,31 @@ from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import file_name, write_tensors
 from engine.config.add_on import AddOn
-from engine.config.errors import UsageError, errors_of
+from engine.config.errors import UsageError, errors_of, warn
 from engine.config.option import option
 from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
 from engine.models.base_model import read_base, tensors_of_base
+from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER, named_base
 from engine.process import private_apis
+from engine.storage.jsonl import read_json
 
 ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
+PREFIX = "base_model.model."  # of names in the format of peft
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # of the format of peft
+# peft's type of a task -> names of the model classes of transformers
+TASK_TYPES = {
+    "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "FEATURE_EXTRACTION": "MODEL_MAPPING_NAMES",
+}
+# Options that decide where layers are, which their names say, or that count only in training.
+FREE_OPTIONS = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
+FREE_OPTIONS |= {"init_lora_weights", "init_weights", "layers_pattern", "layers_to_transform", "modules_to_save"}
+FREE_OPTIONS |= {"peft_version", "revision", "target_modules", "target_parameters", "task_type", "feedforward_modules"}
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
 # peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
 # row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
@@ -104,14 +121,37 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
         parameter.requires_grad_(parameter.requires_grad or name in new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
+    _widen_adapter(model, getattr(torch, cfg.dtype))
     vars(model)["base_names"] = _base_names(model, names, tied)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if getattr(task, "plain_head", False) and head is not None and type(head).__module__.startswith("peft."):
         task.plain_head = False  # the loss would read the weight of the head without its adapter
     if folder:
-        _load(model, folder)
+        _load(task, model, folder, config)
     task.adapter_folder = folder
     return tuner
+
+
+def _widen_adapter(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast the adapter to `dtype`, but to float32 if that has 16 bits: so do its moments, and updates are not lost.
+
+    As in peft, `modules_to_save` and new heads keep the dtype of the base model, because their inputs have it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not name.startswith("base_layer."):
+                parameter.data = parameter.data.to(wide)
+    narrow = [name for name, value in model.named_parameters() if value.requires_grad and value.itemsize < 4]
+    if narrow:
+        warn(
+            f"dtype is {str(dtype).removeprefix('torch.')}, so {narrow[0]} and {len(narrow) - 1} more trained weights beside the "
+            "adapter have no float32 copy and lose updates smaller than 1/256 of a weight: set mixed_precision: bf16 in "
+            "the accelerate file (YAML) and keep dtype float32, or train none of them"
+        )
 
 
 def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
@@ -144,24 +184,80 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Return the files of the adapter that a run has saved in `folder`, if any."""
-    return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
+    """Return the files of the adapter that a run has saved in `folder`, or of one in the format of peft, if any."""
+    ours = sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
+    in_format_of_peft = (folder / CONFIG_FILE).exists()
+    return ours or ([folder / WEIGHTS_FILE] if in_format_of_peft and (folder / WEIGHTS_FILE).exists() else [])
+
+
+def _names_in_peft(model: torch.nn.Module, trained: Iterable[str]) -> dict[str, str]:
+    """Return {name of what is trained: its name in adapter_model.safetensors}.
+
+    peft itself renames numbers in place of the tensors. What it does not export, such as buffers, keeps its name below
+    the prefix, so that peft loads it, too."""
+    from peft.utils import get_peft_model_state_dict
+
+    trained = list(trained)
+    numbers = {name: torch.tensor(index) for index, name in enumerate(trained)}
+    export = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=NAME, save_embedding_layers=False)
+    named = {trained[int(number)]: PREFIX + name for name, number in export.items()}
+    return {name: named.get(name, PREFIX + name) for name in trained}
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, folder: Path) -> None:
-    """Copy the tensors of adapter*.safetensors into the model. In final/, the unmerged weights are among them."""
+def _load(task: Any, model: torch.nn.Module, folder: Path, config: Any) -> None:
+    """Copy the tensors of an adapter into the model. In an older final/, the unmerged weights are among them."""
+    _check_options(folder, config)
     state = model.state_dict(keep_vars=True)
-    stored = {name: value for path in adapter_files(folder) for name, value in load_file(path).items()}
-    wrong = [name for name, value in stored.items() if name not in state or state[name].shape != value.shape]
-    wrong += state.keys() - vars(model)["base_names"].keys() - stored.keys()
-    if wrong:
+    files = adapter_files(folder)
+    stored = {name: value for path in files for name, value in load_file(path).items()}
+    if files[0].name == WEIGHTS_FILE:
+        stored = {PREFIX + name.removeprefix(PREFIX): value for name, value in stored.items()}
+        names = {other: name for name, other in _names_in_peft(model, trained_tensors(task, model)).items()}
+        stored = {names.get(name, name): value for name, value in stored.items()}
+    missing = state.keys() - vars(model)["base_names"].keys() - stored.keys()
+    other = [name for name, value in stored.items() if name not in state or state[name].shape != value.shape]
+    if missing or other:
+        name = min([*missing, *other])
+        difference = "this run has no such layer"
+        if name in missing:
+            difference = "the adapter has no such layer"
+        elif name in state:
+            difference = f"{list(stored[name].shape)} there, {list(state[name].shape)} here"
         raise UsageError(
-            f"peft: the adapter in {folder} has other layers than this field asks for ({min(wrong)}): give the options of the "
-            "run that saved it; or for a new adapter on its merged model, --model_name_or_path instead of --init_from"
+            f"peft: the adapter in {folder} has other layers than this field asks for ({name}: {difference}): give the options "
+            "of the run that saved it; or for a new adapter on its merged model, --model_name_or_path instead of --init_from"
         )
     for name, value in stored.items():
         state[name].copy_(value)
+
+
+def _check_options(folder: Path, config: Any) -> None:
+    """Raise UsageError if the adapter in `folder` was trained with other options, such as another lora_alpha."""
+    saved = _saved_options(folder)
+    here = _plain_options(config.to_dict())
+    for name in sorted(saved.keys() & here.keys() - FREE_OPTIONS):
+        if saved[name] != here[name] and not name.endswith("dropout"):
+            option_name = "type" if name == "peft_type" else name
+            raise UsageError(
+                f"peft: the adapter in {folder} was trained with {option_name} {saved[name]}, but this field says {here[name]}: "
+                f"give {option_name}: {saved[name]}"
+            )
+
+
+def _saved_options(folder: Path) -> dict[str, Any]:
+    """Return the options of an adapter: of peft's own file, or of the run that saved a checkpoint; {} if there are none."""
+    for place in (folder, folder / ADAPTER):
+        if (place / CONFIG_FILE).exists():
+            return _plain_options(read_json(place / CONFIG_FILE))
+    given = read_json(folder / "state.json").get("config", {}).get("peft")
+    return _plain_options(read_options(given)[1].to_dict()) if given else {}
+
+
+def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return options as JSON has them; a set as a sorted list."""
+    plain = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    return json.loads(plain)
 
 
 def trained_tensors(task: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -176,30 +272,75 @@ def trained_tensors(task: Any, model: torch.nn.Module) -> dict[str, torch.Tensor
     return {name: value.detach() for name, value in state.items() if name not in left_out}
 
 
-@torch.no_grad()
-def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return (the model of `folder` with its adapter merged, what was trained of it before merging, by name).
-
-    Write the adapter as peft does to FOLDER/adapter."""
-    from peft.utils import get_peft_model_state_dict
-
-    whole = task.build_base(str(folder))
-    tuner = add_adapter(task, whole, folder)
-    model, config = tuner.model, tuner.peft_config[NAME]
-    export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    base = task.cfg.model_name_or_path
-    is_local = not base or Path(locate(base)).exists()
-    config.base_model_name_or_path = None if is_local else base  # no path of this machine
-    config.revision, config.inference_mode = task.cfg.model_revision if base else None, True
+def write_in_format_of_peft(task: Any, tuner: Any, folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, which `PeftModel` and `AutoPeftModelFor…` load."""
+    model, config = tuner.model, copy.copy(tuner.peft_config[NAME])
+    base = task.base_model
+    # Of a folder, its path as the run file gives it: AutoPeftModelForCausalLM looks for the base model there.
+    config.base_model_name_or_path = base.name if base else None
+    config.revision = base.commit if base else None
+    config.inference_mode = True
+    config.task_type, mapping = _task_type(model)
     if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
         config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it
-    config.save_pretrained(folder / ADAPTER)
-    named = {f"base_model.model.{name}": value.clone() for name, value in export.items()}
-    save_file(named, folder / ADAPTER / "adapter_model.safetensors", {"format": "pt"})
-    trained = {name: value.clone() for name, value in trained_tensors(task, model).items()}
-    vars(model).pop("base_names")
+    config.save_pretrained(folder, auto_mapping_dict=mapping)
+    names = _names_in_peft(model, trained)
+    named = {names[name]: value.clone().contiguous() for name, value in trained.items()}
+    save_file(named, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def _task_type(model: torch.nn.Module) -> tuple[str | None, dict[str, str] | None]:
+    """Return (peft's type of the task, its auto_mapping) of a model of transformers; one of them is None, else both."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto import modeling_auto
+
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    name = type(model).__name__
+    for task_type, mapping in TASK_TYPES.items():
+        if name in getattr(modeling_auto, mapping).values():
+            return task_type, None
+    return None, {"base_model_class": name, "parent_library": type(model).__module__}
+
+
+# ---- final/ ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write_merged(task: Any, folder: Path) -> None:
+    """Merge the adapter in `folder` into its base model; write that model, and the adapter as peft does to FOLDER/adapter.
+
+    adapter.safetensors holds what an exact evaluation or further training needs besides the base model."""
+    whole = task.build_base(str(folder))
+    tuner = add_adapter(task, whole, folder)
+    trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
+    (folder / ADAPTER).mkdir()
+    exported = trained
+    if task.base_model is None:  # the weights that merging changes are those of the base model
+        base = vars(tuner.model)["base_names"]
+        exported = {name: value for name, value in trained.items() if name not in base}
+    write_in_format_of_peft(task, tuner, folder / ADAPTER, exported)
+    del vars(tuner.model)["base_names"]
     tuner.merge_and_unload()
-    return whole, trained
+    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+        path.unlink()
+    task.base_model = None  # this folder holds the whole model, too
+    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
+    write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+
+
+@torch.no_grad()
+def write_adapter_alone(task: Any, folder: Path) -> None:
+    """Replace the adapter in `folder` by one in the format of peft, which names its base model.
+
+    Beside a config.json, `from_pretrained` would want weights: the configuration gets another name."""
+    whole = task.build_base(str(folder))
+    tuner = add_adapter(task, whole, folder)
+    trained = trained_tensors(task, tuner.model)
+    for path in adapter_files(folder):
+        path.unlink()
+    write_in_format_of_peft(task, tuner, folder, trained)
+    (folder / "config.json").rename(folder / CONFIG_OF_ADAPTER)
 
 
 # ---- the add-on --------------------------------------------------------------------------------------------------------
@@ -213,13 +354,29 @@ class Peft(AddOn):
         group="model",
         from_checkpoint=True,
     )
+    merge: bool | None = option(
+        "write the merged model to final/, with the adapter in final/adapter/ (default: true); false: the adapter alone",
+        may_change_on_resume=True,
+        is_rare=True,
+    )
 
     def errors(self, cfg: Any, training: bool) -> Iterator[str]:
         """Yield the error of the field `peft`, if there is one."""
+        if self.peft is None:
+            yield f"merge is {str(self.merge).lower()}, but there is no adapter to merge: give peft, or remove it"
+            return
         try:
             read_options(self.peft)
         except UsageError as error:
             yield str(error)
+
+    def complete(self, cfg: Any) -> dict[str, Any]:
+        """Return the base model that an adapter of another program names, if the run file names no model."""
+        folder = Path(locate(cfg.init_from)) if cfg.init_from else None
+        if folder is None or cfg.model_name_or_path or cfg.model_config or not (folder / CONFIG_FILE).exists():
+            return {}
+        revision = read_json(folder / CONFIG_FILE).get("revision")
+        return {"model_name_or_path": named_base(folder)} | ({"model_revision": revision} if revision else {})
 
     @classmethod
     def names_elsewhere(cls) -> dict[str, str]:
@@ -263,17 +420,23 @@ class Peft(AddOn):
             write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
         return {base[name]: value for name, value in tensors.items() if name in base}
 
-    def change_final_model(self, folder: Path, task: Any) -> bool:
-        """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
+    def writes_base(self) -> bool:
+        """Return whether final/ holds the merged model."""
+        return self._merges()
 
-        The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
+    def _merges(self) -> bool:
+        return self.merge is not False
+
+    def change_final_model(self, folder: Path, task: Any) -> bool:
+        """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft; or with merge: false,
+        write the adapter alone, in the format of peft.
+
+        Costs the memory of one more model on the host."""
         task = copy.copy(task)  # building a model sets attributes of its task
-        whole, trained = merge(task, folder)
-        for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
-            path.unlink()
-        task.base_model = None  # this folder holds the whole model, too
-        write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
-        write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+        if self._merges() or read_base(folder) is None:
+            write_merged(task, folder)
+        else:
+            write_adapter_alone(task, folder)
         return True
 
     def model_card(self, cfg: Any) -> str:

@@ -14,14 +14,15 @@ from typing import Any
 from engine.checkpointing.checkpoint_folder import newest_intact, read_state
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.add_on import AddOn, overrides
-from engine.config.addons import config_type
+from engine.config.addons import config_type, used_addons
 from engine.config.errors import UsageError, warn
 from engine.config.option import Source, declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.run_config import RunConfig
 from engine.data.batch_plan import EQUAL_COUNTS
-from engine.models.config_and_tokenizer import refuse_adapter
+from engine.models.base_model import find_base, leaves_out_base, read_base
+from engine.models.config_and_tokenizer import config_file, named_base, refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
@@ -38,15 +39,44 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
     Raise UsageError if its classes are those of `task` in another order; warn if classes or tokens are others."""
     if not cfg.init_from:
         return None
-    weights = locate_weights(cfg.init_from, "init_from")
+    folder = Path(locate(cfg.init_from))
+    # An adapter that another program wrote is neither a model nor a checkpoint.
+    is_of_addon = not _holds_model(folder) and any(addon.has_trained(folder) for addon in used_addons(cfg))
+    weights = folder if is_of_addon else locate_weights(cfg.init_from, "init_from")
+    _check_base(cfg, weights)
     _check_classes(weights, getattr(task, "labels", None))
     _check_tokens(weights, getattr(task, "tokenizer", None))
     return weights
 
 
+def _check_base(cfg: RunConfig, weights: Path) -> None:
+    """Raise UsageError if what the folder of init_from holds was trained on another base model than the run file names."""
+    base = read_base(weights)
+    name = cfg.model_name_or_path
+    if not name or not leaves_out_base(cfg):
+        return
+    if base is None:
+        trained_on = named_base(weights)
+        same_name = not trained_on or Path(trained_on).name == Path(name).name
+        if not same_name and Path(locate(trained_on)) != Path(locate(name)):
+            raise UsageError(
+                f"init_from: the adapter in {weights} was trained on {trained_on}, but model_name_or_path is {name}: give that "
+                "model; if it has the same weights under another name, correct adapter_config.json"
+            )
+        return
+    named = find_base(cfg, None)
+    is_merged_with_it = read_base(locate(name)) == base
+    if named is not None and not base.is_same(named) and not is_merged_with_it:
+        raise UsageError(
+            f"init_from: {weights} was trained on {base}, but model_name_or_path is {named}: give that model; or for a new "
+            f"adapter on a whole model, --model_name_or_path without --init_from"
+        )
+
+
 def _check_classes(weights: Path, labels: list[str] | None) -> None:
     """Raise UsageError if the model has the classes of the data in another order; warn if it has as many others."""
-    names = read_yaml(weights / "config.json").get("id2label") or {}
+    file = config_file(weights)
+    names = (read_yaml(file).get("id2label") if file.exists() else None) or {}
     of_model = [names[i] for i in sorted(names, key=int)]
     if not labels or len(of_model) != len(labels) or of_model == labels:
         return

@@ -18,7 +18,7 @@ from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
 from engine.config.run_config import RunConfig, changeable_fields
 from engine.data.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
-from engine.models.config_and_tokenizer import pretrained_source
+from engine.models.config_and_tokenizer import config_file, pretrained_source
 from engine.storage import jsonl, verify_hashes
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
@@ -49,7 +49,7 @@ def _model_contents(cfg: RunConfig) -> dict[str, Any]:
     if not cfg.model_name_or_path:
         return {}
     folder, commit = pretrained_source(cfg)
-    values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
+    values = read_yaml(config_file(folder)) if config_file(folder).exists() else {}
     values = {name: value for name, value in values.items() if name not in SAVED_BY}
     if cfg.trust_remote_code:
         for path in sorted(folder.glob("*.py")):

@@ -22,13 +22,12 @@ from engine.config.errors import UsageError
 from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
-from engine.models.config_and_tokenizer import pretrained_source, refuse_adapter
+from engine.models.config_and_tokenizer import BASE_FILE, pretrained_source, refuse_adapter
 from engine.storage.atomic_folder import rewrite
 from engine.storage.cache_folder import cache_root, exclusive
 from engine.storage.jsonl import read_json
 from engine.storage.verify_hashes import hash_file
 
-BASE_FILE = "base_model.json"  # in a checkpoint and in final/
 CHUNK = 1 << 24  # bytes read at a time for a hash
 
 
@@ -105,8 +104,10 @@ def find_base(cfg: RunConfig, weights: str | Path | None, read: bool = True) -> 
     if weight_files(folder):
         refuse_adapter(str(folder), folder)
     base = read_base(folder)
-    if base is not None or any(addon.has_trained(folder) for addon in used_addons(cfg)):
+    if base is not None:
         return base
+    if any(addon.has_trained(folder) for addon in used_addons(cfg)):
+        return None if weight_files(folder) else _named_base(cfg, read)  # of an adapter that another program wrote
     return BaseModel(_as_given(cfg, folder), weights=hash_of_weights(cfg, folder) if read else None)
 
 
@@ -135,6 +136,14 @@ def _as_given(cfg: RunConfig, folder: Path) -> str:
         if located and (located == folder or located in folder.parents):
             return str(Path(str(name)) / folder.relative_to(located))
     return str(folder)
+
+
+def holds_base(weights: str | Path | None) -> bool:
+    """Return whether `Task.build` may read the base model of a run from the folder `weights`, or from what the run file
+    names if that is None."""
+    if weights is None:
+        return True
+    return read_base(weights) is None and bool(weight_files(Path(locate(str(weights)))))
 
 
 def fields_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) -> RunConfig:

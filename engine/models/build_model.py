@@ -17,8 +17,14 @@ from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
-from engine.models.base_model import read_base
-from engine.models.config_and_tokenizer import experts_per_token, model_folder, refuse_adapter, refuse_quantized
+from engine.models.base_model import leaves_out_base, read_base, weight_files
+from engine.models.config_and_tokenizer import (
+    config_file,
+    experts_per_token,
+    model_folder,
+    refuse_adapter,
+    refuse_quantized,
+)
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -102,8 +108,8 @@ def correct_tied_setting(model: "PreTrainedModel") -> None:
 
 
 def weight_dtype(cfg: RunConfig) -> torch.dtype:
-    """Return the dtype of the weights; warn if it is bfloat16."""
-    if cfg.dtype == "bfloat16":
+    """Return the dtype of the weights; warn if it is bfloat16 and an add-on does not train weights of its own."""
+    if cfg.dtype == "bfloat16" and not leaves_out_base(cfg):
         warn(
             "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
             "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
@@ -119,17 +125,19 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
     refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
+    fix = (
+        "give the run's final/ (with merge: true), where both are one model; or to train them further, give --init_from and "
+        "that run's field of the add-on (state.json has it)"
+    )
+    base = read_base(folder)
+    if base and not weight_files(folder):
+        raise UsageError(f"{folder} holds only what an add-on has trained on {base}: {fix}")
     writes_tensors = any(overrides(each, AddOn.write_own_tensors) for each in used_addons(cfg))
     is_loaded = weights is not None and writes_tensors
     files = tensors_of_addons(folder)
     if files and not is_loaded:
-        base = read_base(folder)
-        content = (
-            f"only {files[0].name}, trained on {base}" if base else f"a base model and, beside it, {files[0].name}"
-        )
         raise UsageError(
-            f"{folder} holds {content}, of an add-on that its run used: give the run's final/, where both are one model; or to "
-            "train them further, give --init_from and that run's field of the add-on (state.json has it)"
+            f"{folder} holds a base model and, beside it, {files[0].name} of an add-on that its run used: {fix}"
         )
     return folder
 
@@ -150,7 +158,7 @@ def saved_config(cfg: RunConfig) -> dict[str, Any]:
     """Return config.json of the model that `model_name_or_path` names, {} if it is not set or has no such file.
 
     Call it in `load`: it holds what `model_config` returned when a run saved the model."""
-    file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json") if cfg.model_name_or_path else None
+    file = config_file(Path(model_folder(cfg, cfg.model_name_or_path))) if cfg.model_name_or_path else None
     return read_yaml(file) if file and file.exists() else {}
 
 

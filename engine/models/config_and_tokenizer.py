@@ -30,6 +30,10 @@ LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Experts that a token is sent to.
 TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
+# Of a checkpoint or final/ without the weights of its base model: which one that is, and in final/ the configuration of the
+# model; beside config.json, from_pretrained would want weights instead of adding the adapter to its base model.
+BASE_FILE = "base_model.json"
+CONFIG_OF_ADAPTER = "model_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -79,11 +83,19 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
 
     folder = model_folder(cfg, name, field)
     refuse_adapter(f"{field}: {name}", Path(folder))
+    file = config_file(Path(folder))
+    source = folder if file.name == "config.json" else str(file)
     with errors_of(f"{field}: no model could be read from {name}"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
     refuse_quantized(f"{field}: {name}", config.to_dict())
     _refuse_hub_kernels(cfg, name, config)
     return config
+
+
+def config_file(folder: Path) -> Path:
+    """Return the file with the configuration of a model, which may be missing."""
+    of_adapter = folder / CONFIG_OF_ADAPTER
+    return of_adapter if of_adapter.exists() else folder / "config.json"
 
 
 def _config_from_file(cfg: RunConfig, file: str, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
@@ -126,19 +138,27 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
 
 
 def refuse_adapter(source: str, folder: Path) -> None:
-    """Raise UsageError for a folder with an adapter of peft: transformers would add it, but only if peft is installed."""
-    if not (folder / "adapter_config.json").exists():
+    """Raise UsageError for a folder with an adapter of peft: transformers would add it, but only if peft is installed.
+
+    Allow the final/ of a run, which says by itself what its base model is."""
+    if not (folder / "adapter_config.json").exists() or (folder / CONFIG_OF_ADAPTER).exists():
         return
     if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         raise UsageError(
             f"{source} holds an adapter of the package peft beside a model, which would not be trained: merge it into its "
             "model (merge_and_unload, save_pretrained), or remove adapter_config.json"
         )
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    base = named_base(folder)
     fix = f"give its base model {base}" if base else "give the base model that it was trained on"
     if (folder.parent / "config.json").exists():
         fix = f"give {folder.parent}, where it is merged, or the base model"
+    fix += ", or to train the adapter further, --init_from with its options in the field peft"
     raise UsageError(f"{source} holds only an adapter of the package peft: {fix}")
+
+
+def named_base(folder: Path) -> str | None:
+    """Return the name of the base model that adapter_config.json has, if there is one."""
+    return read_json(folder / "adapter_config.json").get("base_model_name_or_path")
 
 
 def refuse_quantized(source: str, config: dict[str, Any]) -> None:
