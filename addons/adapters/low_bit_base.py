@@ -66,6 +66,15 @@ class LowBitBase(AddOn):
         """Quantize the linear layers of the part of the model that is trained; of an empty one only their sizes."""
         quantize(task, task.saved(model), bits=4 if self.load_in_4bit else 8, empty=empty)
 
+    def complete(self, cfg: Any) -> dict[str, Any]:
+        """Return that final/ holds the adapter alone, unless the run file says otherwise."""
+        return {"merge": False} if getattr(cfg, "merge", True) is None else {}
+
+    def change_base_to_merge(self, task: Any, model: torch.nn.Module) -> torch.dtype:
+        """Round the weights to those that the adapter was trained on; the merged ones are written in bfloat16."""
+        round_weights(task, task.saved(model), bits=4 if self.load_in_4bit else 8)
+        return torch.bfloat16
+
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan about the bits of the base model."""
         kind = "4 bits (NF4, double quantization)" if self.load_in_4bit else "8 bits (LLM.int8)"

@@ -125,6 +125,10 @@ class AddOn:
         task's model. `rank` of the `world` processes that write."""
         return tensors
 
+    def change_base_to_merge(self, task: Any, model: Any) -> Any:
+        """Change the base model, as the task has built it, before another add-on merges an adapter into it; return the
+        dtype of the merged weights, None: that of the base model."""
+
     def change_final_model(self, folder: "Path", task: Any) -> bool:
         """Change the files of final/ when it is complete, before it gets its name; return whether it has done so."""
         return False

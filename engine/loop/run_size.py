@@ -66,6 +66,8 @@ def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
     """Return the size of final/: the model, and what add-ons have trained of a base model that checkpoints leave out."""
     saved = model.task.saved(model.model)
     weights, trained = memory.count_bytes(saved)
+    if memory.bytes_of_scales(saved):  # a base in few bits is merged in 16
+        weights = 2 * memory.count_parameters(saved)[0]
     addons = [addon for addon in used_addons(cfg) if overrides(addon, AddOn.names_of_base)]
     if not addons:
         return weights
@@ -80,7 +82,7 @@ def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:
         kept += 1
     if cfg.save_keep_every:
         kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every)
-    written = max(1, total // cfg.save_steps) + 1
+    written = math.ceil(total / cfg.save_steps)  # also at the end
     return checkpoint * min(kept, written) + final
 
 

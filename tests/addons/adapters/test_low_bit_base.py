@@ -253,6 +253,28 @@ def test_every_split_resume_and_evaluation(tmp_path, bits, hidden):
     assert "load_in_4bit" in output
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_merged_model_is_the_one_that_was_trained(tmp_path, bits):
+    """The dequantized base and the adapter, in bfloat16. The mutant, merged into the base as it was, is further away."""
+    values = fields(tmp_path) | {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8}
+    alone = technique_runs.train(tmp_path / "alone", values)
+    assert not [*(alone.folder / "final").glob("model*.safetensors")]
+    run = technique_runs.train(tmp_path / "run", values | {"merge": True})
+    merged = kit.load_weights(run.folder / "final")
+    assert {value.dtype for value in merged.values()} == {torch.bfloat16}
+    trained = adapter(run)
+    quantized = by_transformers(values["model_name_or_path"], bits).dequantize(torch.float32)
+    full = load_file(f"{values['model_name_or_path']}/model.safetensors")
+    for name, weight in quantized.state_dict().items():
+        if f"{name.removesuffix('weight')}lora_A.default.weight" in trained:
+            a, b = (trained[f"{name.removesuffix('weight')}lora_{each}.default.weight"] for each in "AB")
+            delta = b @ a * LORA["lora_alpha"] / LORA["r"]
+            assert torch.equal(merged[name], (weight.double() + delta).bfloat16()), name
+            assert not torch.equal(merged[name], (full[name].double() + delta).bfloat16()), name
+        else:
+            assert torch.equal(merged[name], weight.bfloat16()), name
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config.run_config import RunConfig
 from engine.loop.memory import count_parameters, resting_bytes
-from tests.helpers import kit
+from tests.helpers import alive, kit
 
 pytestmark = pytest.mark.cluster
 
@@ -36,3 +36,11 @@ def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
     sizes = count_parameters(task.build(empty=True))
     assert ranks == [resting_bytes(RunConfig(), *sizes, 2)] * 2
     assert ranks[0] != resting_bytes(RunConfig(), *sizes, 1)  # the mutant: the arithmetic of a replica
+
+
+def test_plan_says_what_a_run_has(files, tmp_path):
+    model = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | {"hidden_size": 128, "intermediate_size": 256})
+    fields = {"model_config": model, "train_file": files / "train.jsonl", "max_steps": 5, "save_steps": 2}
+    fields |= {"global_batch_size": 2, "per_device_batch_size": 2, "save_total_limit": 9}
+    for name, (planned, had) in alive.measure(tmp_path, kit.flags(**fields)).items():
+        assert planned == pytest.approx(had, rel=0.1), name
