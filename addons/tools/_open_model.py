@@ -47,3 +47,14 @@ def open_model(argv: list[str]) -> OpenModel:
     weights = cfg.model_name_or_path if base is not None else None  # of --checkpoint, with its adapter if it has one
     model = ModelWithLoss(backend.build_model(task, weights), task)
     return OpenModel(cfg, task, backend, backend.prepare_for_evaluation(model))
+
+
+def most_tokens(task: Task, asked: int | None, default: int) -> int:
+    """Return how many tokens an answer may have: `asked`, else `default`, or half of the model's positions if it has fewer.
+
+    Raise UsageError if `asked` is not positive."""
+    if asked is not None and asked < 1:
+        raise UsageError(f"max_new_tokens is {asked}: give 1 or more")
+    limit = task.generation.limit
+    room = default if limit is None else max(1, min(default, limit // 2))
+    return asked or room

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from addons.tools._open_model import OpenModel, open_model
+from addons.tools._open_model import OpenModel, most_tokens, open_model
 from engine.config.errors import UsageError
 from engine.data.seeding import seed_everything
 from engine.distributed.init_accelerator import shutdown
@@ -23,24 +23,26 @@ from engine.models.prompts import Prompt
 from engine.process.exit_codes import run_main
 
 NEW = "/new"
+MOST_TOKENS = 512  # of an answer, unless a flag says otherwise
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="make chat", allow_abbrev=False, epilog="and the flags of eval.py, such as --checkpoint"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (default: 512)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        help="tokens of an answer at most (default: 512, or half of the model's positions)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: draw tokens by chance (default: 0)")
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="draw among the likeliest tokens of this share (default: 1)"
     )
     parser.add_argument("--system", help="text of a first turn of the system (default: none)")
     own, rest = parser.parse_known_args(argv)
-    if own.max_new_tokens < 1 or own.temperature < 0 or not 0 < own.top_p <= 1:
-        raise UsageError("max_new_tokens must be 1 or more, temperature 0 or more, top_p above 0 and at most 1")
-    settings: dict[str, Any] = {"max_new_tokens": own.max_new_tokens}
-    if own.temperature:
-        settings |= {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p}
+    if own.temperature < 0 or not 0 < own.top_p <= 1:
+        raise UsageError("temperature must be 0 or more, top_p above 0 and at most 1")
     opened = open_model(rest)
     if opened.backend.accelerator.num_processes > 1:
         raise UsageError("a chat runs on one process: launch it without accelerate, as make chat does")
@@ -48,6 +50,9 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             "system: the model has no chat template: give --chat_template configs/chatml.jinja, or omit it"
         )
+    settings: dict[str, Any] = {"max_new_tokens": most_tokens(opened.task, own.max_new_tokens, MOST_TOKENS)}
+    if own.temperature:
+        settings |= {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p}
     try:
         chat(opened, settings, own.system)
     except KeyboardInterrupt:

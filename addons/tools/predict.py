@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from addons.tools._open_model import OpenModel, open_model
+from addons.tools._open_model import OpenModel, most_tokens, open_model
 from engine.config.errors import UsageError, writes_to
 from engine.config.paths import locate, path_of_flag
 from engine.distributed.host_group import run_on_main
@@ -25,6 +25,7 @@ from engine.storage.atomic_folder import rewrite
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
+MOST_TOKENS = 256  # of an answer, unless a flag says otherwise
 
 
 def main(argv: list[str]) -> None:
@@ -33,14 +34,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--file", required=True, help="rows to answer, one JSON object a line")
     parser.add_argument("--output", help="file to write (default: predictions_FILE in the run folder)")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens of an answer at most (default: 256)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        help="tokens of an answer at most (default: 256, or half of the model's positions)",
+    )
     own, rest = parser.parse_known_args(argv)
-    if own.max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens is {own.max_new_tokens}: give 1 or more")
     file = Path(locate(path_of_flag(own.file, "--file")))
     opened = open_model(rest)
     output = Path(path_of_flag(own.output, "--output") if own.output else default_output(opened, file))
-    predict(opened, file, output, own.max_new_tokens)
+    predict(opened, file, output, most_tokens(opened.task, own.max_new_tokens, MOST_TOKENS))
     shutdown(opened.backend.accelerator)
 
 

@@ -1,6 +1,6 @@
 """Generated answers of a language model: options, padded prompts, generation on one rank or on all, decoded texts.
 
-Tests: tests/src/training/test_answers.py.
+Tests: tests/engine/models/test_generation.py, tests/src/training/test_answers.py.
 """
 
 from collections.abc import Iterable, Sequence

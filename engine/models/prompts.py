@@ -1,6 +1,6 @@
 """Prompts to answer: rendered from texts and chats, or found in prepared rows before the last answer that they train on.
 
-Tests: tests/src/training/test_answers.py.
+Tests: tests/engine/models/test_generation.py, tests/src/training/test_answers.py.
 """
 
 import json

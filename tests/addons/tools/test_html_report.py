@@ -172,3 +172,19 @@ def test_folder_without_a_run_is_refused(tmp_path):
     assert done.returncode == 2
     assert f"error: {tmp_path / 'none'}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_report_shows_the_answers_of_the_last_evaluations(tmp_path):
+    chat = [{"role": "user", "content": "Is a < b?"}]
+    lines = [{"kind": "train", "step": 1, "loss": 1.0}]
+    for step in range(1, 9):
+        lines.append({"kind": "sample", "step": step, "prompt": "Once", "answer": f"upon time {step}"})
+        lines.append({"kind": "sample", "step": step, "prompt": chat, "answer": f"<b>yes {step}</b>"})
+    page = html_report.write(run_folder(tmp_path / "run", *lines)).read_text()
+    assert "user: Is a &lt; b?" in page
+    assert "&lt;b&gt;yes 8&lt;/b&gt;" in page
+    assert page.index("upon time 8") < page.index("upon time 4")
+    assert "upon time 3" not in page
+    both = html_report.write(run_folder(tmp_path / "one", *lines), run_folder(tmp_path / "two", *lines)).read_text()
+    assert "one: Once" in both
+    assert "two: Once" in both

@@ -150,3 +150,23 @@ def test_killed_and_resumed_run_is_one_run_of_wandb_and_tensorboard(tiny, tmp_pa
     points.Reload()
     for kind in ("train", "eval"):
         assert [event.step for event in points.Scalars(f"{kind}/loss")] == [line["step"] for line in run.kind(kind)]
+
+
+class WithTables:
+    """A tracker with tables, as accelerate's of wandb has them."""
+
+    name = "wandb"
+
+    def __init__(self):
+        self.tables = []
+
+    def log_table(self, table_name, columns=None, data=None, dataframe=None, step=None, **_):
+        self.tables.append((table_name, columns, data, step))
+
+
+def test_samples_are_a_table_where_a_tracker_has_tables(tmp_path):
+    tracker = WithTables()
+    trackers.log_samples(tracker, [("one", "cat")], 3)
+    assert tracker.tables == [("samples", ["prompt", "answer"], [["one", "cat"]], 3)]
+    trackers.log_samples(Good("project", tmp_path / "folder"), [("one", "cat")], 3)  # it has none
+    assert not (tmp_path / "folder.jsonl").exists()
