@@ -24,9 +24,8 @@ from engine.storage import jsonl, verify_hashes
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run")
-EXPLAINS_ROWS = {
-    "training_template"
-}  # a difference that matters only if the prepared rows differ; then it is the reason
+# Fields that have an effect on the prepared rows only: where these differ, they are named as the reason.
+EXPLAINS_ROWS = {"training_template", "empty_reasoning"}
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
 SameRates = Callable[[Any, Any, int, dict], bool]
@@ -142,6 +141,7 @@ def _changes(
     before = dataclasses.replace(cfg, **length)
     if "data.rows" not in changed and has_same_rates(before, cfg, current["data.examples"], state["progress"]):
         may_change |= LENGTH
+    may_change |= EXPLAINS_ROWS - state["config"].keys()  # an earlier version did not record it
     if "data.rows" in changed:
         may_change -= EXPLAINS_ROWS
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}

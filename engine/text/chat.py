@@ -64,7 +64,7 @@ def encode_chat(
         values = chat_format.variables | read_variables(variables, tokenizer, template)
         text, spans = render_chat(tokenizer, chat, template, values)
         if chat_format.masks_empty_reasoning:
-            spans = _without_empty_reasoning(text, spans, _empty_reasoning(tokenizer, template, json.dumps(values)))
+            spans = _without_empty_reasoning(text, spans, empty_reasoning(tokenizer, template, json.dumps(values)))
         text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoded["input_ids"])
@@ -122,7 +122,7 @@ def _without_reasoning(turn: dict) -> dict:
 
 
 @functools.lru_cache
-def _empty_reasoning(tokenizer: Any, template: str, variables: str) -> str:
+def empty_reasoning(tokenizer: Any, template: str, variables: str) -> str:
     """Return the block that the template writes before the words of a turn without reasoning, or an empty text.
 
     `variables`: as JSON, which can be a key of this cache."""

@@ -59,15 +59,19 @@ class ChatFormat:
     variables: dict[str, Any] = field(default_factory=dict)
     only_last_turn: bool = False
     masks_empty_reasoning: bool = True
+    adds_empty_reasoning: bool = (
+        False  # whether the template writes an empty block of reasoning, without variables of rows
+    )
     choice: str = ""  # which template, and why, for the plan
 
     def settings(self, tokenizer: Any) -> tuple:
         """Return everything that rows depend on, for the key of prepared data.
 
-        Of default settings it is the template alone."""
+        For rows as earlier versions made them it is the template alone, so that their streams resume."""
         template = self.template or getattr(tokenizer, "chat_template", None)
         others = (sorted(self.variables.items()), self.only_last_turn, self.masks_empty_reasoning)
-        return (template,) if others == ([], False, True) else (template, *others)
+        of_earlier_versions = ([], False, not self.adds_empty_reasoning)
+        return (template,) if others == of_earlier_versions else (template, *others)
 
     def unused_fields(self) -> list[str]:
         """Return the fields of the run file that have no effect on rows that are not chats."""

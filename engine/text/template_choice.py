@@ -6,11 +6,13 @@ tests/engine/text/test_template_choice.py.
 
 import importlib.metadata
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.errors import UsageError, did_you_mean, errors_of
 from engine.config.paths import locate
+from engine.text.chat import empty_reasoning
 from engine.text.chat_options import ChatFormat, ChatOptions
 from engine.text.template_families import family_files, family_of, trains_all_turns
 from engine.text.template_variables import names_in, variables_of, without_marks
@@ -55,7 +57,9 @@ def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     what = f"{choice.name}: {choice.reason}" if choice.reason else ""
     if what and only_last_turn:
         what += "; of the assistant's turns only the last one is trained"
-    return ChatFormat(choice.text, variables, only_last_turn, options.empty_reasoning == "masked", what)
+    adds_block = bool(tokenizer.chat_template) and _adds_empty_reasoning(tokenizer, choice.text, variables)
+    masks_block = options.empty_reasoning == "masked"
+    return ChatFormat(choice.text, variables, only_last_turn, masks_block, adds_block, what)
 
 
 def _choose_given(tokenizer: Any, given: str) -> Choice:
@@ -123,6 +127,11 @@ def _choose_by_tokenizer(tokenizer: Any, only_last_turn: bool) -> Choice:
     return Choice(
         OWN, None, "the tokenizer's; chats that it does not write whole, or whose turns it changes, are refused"
     )
+
+
+def _adds_empty_reasoning(tokenizer: Any, template: str | None, variables: dict[str, Any]) -> bool:
+    """Return whether a template, or else the tokenizer's own, writes an empty block of reasoning."""
+    return bool(empty_reasoning(tokenizer, template or _default(tokenizer.chat_template), json.dumps(variables)))
 
 
 # ---- templates of the package trl ------------------------------------------------------------------------------------

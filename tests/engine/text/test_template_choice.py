@@ -168,11 +168,13 @@ def test_options_of_chats_need_a_tokenizer():
     assert make_chat_format(None, ChatOptions()) == ChatFormat()
 
 
-def test_key_of_prepared_data_has_each_setting(folder):
-    """That of default settings is the template alone, as in earlier versions. The mutants forget one of them."""
+@pytest.mark.parametrize("adds_block", [False, True])
+def test_key_of_prepared_data_has_each_setting(folder, adds_block):
+    """That of rows as earlier versions made them is the template alone. The mutants forget one setting."""
     tokenizer = tokenizer_with(folder, STOCK)
-    plain = ChatFormat()
-    assert plain.settings(tokenizer) == (STOCK,)
+    plain = ChatFormat(adds_empty_reasoning=adds_block)
+    earlier = replace(plain, masks_empty_reasoning=not adds_block)
+    assert earlier.settings(tokenizer) == (STOCK,)
     others = [
         {"template": TEXTS["qwen3"]},
         {"variables": {"enable_thinking": False}},
@@ -180,6 +182,12 @@ def test_key_of_prepared_data_has_each_setting(folder):
         {"masks_empty_reasoning": False},
     ]
     assert len({repr(replace(plain, **other).settings(tokenizer)) for other in [{}, *others]}) == 5
+
+
+@pytest.mark.parametrize("own, adds_block", [(STOCK, True), (PLAIN, False), (TEXTS["llama3"], False), (None, False)])
+def test_whether_a_template_adds_empty_reasoning(folder, own, adds_block):
+    chosen = make_chat_format(tokenizer_with(folder, own), ChatOptions())
+    assert chosen.adds_empty_reasoning == adds_block
 
 
 def test_a_resumed_run_may_not_change_what_is_trained():
