@@ -7,6 +7,7 @@ A checkpoint holds what is trained (adapter.safetensors) and the identity of the
 import copy
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.model_folder import write_model
-from engine.checkpointing.tensor_files import file_name, write_tensors
+from engine.checkpointing.tensor_files import file_name, write_index, write_tensors
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError, errors_of, warn
 from engine.config.option import option
@@ -45,6 +46,8 @@ TASK_TYPES = {
 FREE_OPTIONS = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
 FREE_OPTIONS |= {"init_lora_weights", "init_weights", "layers_pattern", "layers_to_transform", "modules_to_save"}
 FREE_OPTIONS |= {"peft_version", "revision", "target_modules", "target_parameters", "task_type", "feedforward_modules"}
+MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
+UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
 # peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
 # row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
@@ -320,13 +323,81 @@ def write_merged(task: Any, folder: Path) -> None:
         base = vars(tuner.model)["base_names"]
         exported = {name: value for name, value in trained.items() if name not in base}
     write_in_format_of_peft(task, tuner, folder / ADAPTER, exported)
-    del vars(tuner.model)["base_names"]
-    tuner.merge_and_unload()
     for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
         path.unlink()
     task.base_model = None  # this folder holds the whole model, too
-    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
+    base_names = vars(tuner.model).pop("base_names")
+    groups = _groups_of_layers(tuner.model, base_names)
+    parts = folder / "parts"
+    for number, names in enumerate(groups):
+        place = folder if number == 0 else parts
+        place.mkdir(exist_ok=True)
+        tensors = _merge_layers(tuner.model, {name: base_names[name] for name in names})
+        write_model(ModelWithLoss(whole, task), place, tensors, number, len(groups))
+        tensors.clear()
+        _free(tuner.model, names)
+        for file in parts.glob("*.safetensors"):
+            file.rename(folder / file.name)
+    shutil.rmtree(parts, ignore_errors=True)
+    write_index(folder)
     write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+
+
+def _groups_of_layers(model: torch.nn.Module, base_names: dict[str, str]) -> list[list[str]]:
+    """Return the names of the base model's tensors below the adapter, in groups of at most MERGED_AT_ONCE bytes.
+
+    Layers are not divided: transformers converts some models layer by layer when it saves them."""
+    state = model.state_dict(keep_vars=True)
+    groups: list[list[str]] = [[]]
+    size = 0
+    by_layer: dict[str, list[str]] = {}
+    for name, base_name in base_names.items():
+        match = re.match(r".*?\.\d+(?=\.)", base_name)  # up to the first number, the index of the layer
+        by_layer.setdefault(match[0] if match else "", []).append(name)
+    for names in by_layer.values():
+        of_layer = sum(state[name].nbytes for name in names)
+        if groups[-1] and size + of_layer > MERGED_AT_ONCE:
+            groups.append([])
+            size = 0
+        groups[-1] += names
+        size += of_layer
+    return groups
+
+
+def _merge_layers(model: torch.nn.Module, base_names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Merge the adapter into these layers, in place; return their tensors by the names of the base model.
+
+    `base_names`: {name below the adapter: name in the base model}."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted: dict[str, torch.nn.Module] = {}  # the outermost ones
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in adapted)
+        if not is_inside and (isinstance(module, BaseTunerLayer) or hasattr(module, UNLOAD)):
+            adapted[path] = module
+    tensors: dict[str, torch.Tensor] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    for path, module in adapted.items():
+        if not any(name.startswith(f"{path}.") for name in base_names):
+            continue
+        if hasattr(module, UNLOAD):  # modules_to_save, attention of torch
+            unloaded = getattr(module, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+            replaced |= {f"{WRAPPED.sub('', path)}.{name}": value for name, value in unloaded.state_dict().items()}
+        else:
+            for inner in reversed([part for part in module.modules() if isinstance(part, BaseTunerLayer)]):
+                inner.merge()  # parameters of experts are nested
+    state = model.state_dict()
+    for name, base_name in base_names.items():
+        tensors[base_name] = replaced[base_name] if base_name in replaced else state[name]
+    return tensors
+
+
+def _free(model: torch.nn.Module, names: list[str]) -> None:
+    """Free tensors that are written, so that merging needs the memory of a few layers only."""
+    state = model.state_dict(keep_vars=True)
+    for name in names:
+        if name in state:
+            state[name].data = torch.empty(0, dtype=state[name].dtype)
 
 
 @torch.no_grad()
