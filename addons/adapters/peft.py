@@ -21,7 +21,7 @@ from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import file_name, write_index, write_tensors
 from engine.config.add_on import AddOn
-from engine.config.errors import UsageError, errors_of, warn
+from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.option import option
 from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
@@ -115,6 +115,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
             config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
+    _check_names(model, config)
     names, tied = list(model.state_dict()), tied_names(model)
     torch.manual_seed(cfg.seed)
     with errors_of("peft"), warnings.catch_warnings():
@@ -133,6 +134,32 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
         _load(task, model, folder, config)
     task.adapter_folder = folder
     return tuner
+
+
+def _check_names(model: torch.nn.Module, config: Any) -> None:
+    """Raise UsageError for a name of a layer that the model does not have: peft ignores one beside others that it has."""
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    for option_name, known in (
+        ("target_modules", modules),
+        ("modules_to_save", modules),
+        ("target_parameters", parameters),
+    ):
+        wanted = getattr(config, option_name, None)
+        for name in sorted(wanted) if isinstance(wanted, list | set | tuple) else ():
+            end = name if option_name == "modules_to_save" else f".{name}"  # as peft compares them
+            if any(each == name or each.endswith(end) for each in known):
+                continue
+            choices = sorted({each.rpartition(".")[2] for each in (known if known is parameters else layers)})
+            raise UsageError(
+                f"peft: {option_name}: {name} is no part of {type(model).__name__}{did_you_mean(name, choices)}; choose from "
+                f"{', '.join(choices)}"
+            )
 
 
 def _widen_adapter(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -513,6 +540,11 @@ class Peft(AddOn):
     def model_card(self, cfg: Any) -> str:
         """Return the paragraph of the model card about the adapter."""
         options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
+        if not self._merges():
+            return (
+                f"\nAn adapter ({options}) without its base model: `AutoPeftModelForCausalLM.from_pretrained` of the package peft, "
+                "or the class of its task, loads both.\n"
+            )
         return (
             f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
             "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"

@@ -152,6 +152,12 @@ def write_card(folder: Path, run: Run, config: dict, final_step: int, average: s
     model = run.task.saved(run.model.model)
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
     more = "".join(addon.model_card(cfg) for addon in used_addons(cfg))
+    base = getattr(run.task, "base_model", None)
+    front_matter = ""
+    if base is not None and base.name:
+        version = f"commit {base.commit}" if base.commit else f"weights {base.weights}"
+        more += f"\nIts base model is {_public_name(base.name)}, {version}.\n"
+        front_matter = f"base_model: {base.name}\n" if base.commit else ""
     best = best_sentence(cfg, run.state, final_step, average)
     if best:
         more += f"\n{best[0].upper()}{best[1:]}.\n"
@@ -160,7 +166,7 @@ def write_card(folder: Path, run: Run, config: dict, final_step: int, average: s
     base = cfg.model_name_or_path
     start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
     (folder / "README.md").write_text(
-        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"---\n{library}{front_matter}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
         f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{more}"
     )
     text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)

@@ -172,9 +172,11 @@ def _folder_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None)
             if actual == base.weights:
                 return folder
             found.append(f"{name} has {actual}")
+    fix = f"put that model back to {base.name}, or give train.py its folder as --model_name_or_path"
+    if weights is not None and weight_files(Path(locate(str(weights)))):
+        fix += f"; the merged weights are evaluated by eval.py with --model_name_or_path {weights} and its data"
     raise UsageError(
-        f"{weights} was trained on {base}, which is not there now ({', '.join(found) or 'no such folder'}): put that model "
-        f"back to {base.name}, or give train.py its folder as --model_name_or_path"
+        f"{weights} was trained on {base}, which is not there now ({', '.join(found) or 'no such folder'}): {fix}"
     )
 
 
