@@ -267,7 +267,8 @@ def _check_options(folder: Path, config: Any) -> None:
     saved = _saved_options(folder)
     here = _plain_options(config.to_dict())
     for name in sorted(saved.keys() & here.keys() - FREE_OPTIONS):
-        if saved[name] != here[name] and not name.endswith("dropout"):
+        counts_in_training_only = name.endswith(("dropout", "_config"))
+        if saved[name] != here[name] and not counts_in_training_only:
             option_name = "type" if name == "peft_type" else name
             raise UsageError(
                 f"peft: the adapter in {folder} was trained with {option_name} {saved[name]}, but this field says {here[name]}: "

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 # isort: split
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -148,7 +149,8 @@ def state_at(folder: Path, step: int) -> dict[str, str]:
     path = checkpoint(folder, step)
     state = read_state(path)
     values = {}
-    for part in ("model", *state["numbers"]):
+    files = {re.sub(r"-\d+-of-\d+$", "", file.stem) for file in path.glob("*.safetensors")}  # add-ons have their own
+    for part in sorted({"model", *state["numbers"], *files}):
         reader = TensorReader(path, part)
         values |= {f"{part}/{name}": digest(reader.full(name)) for name in reader.where}
     parts = state["numbers"] | {"progress": state["progress"], "meter": state["meter"], "scaler": state["scaler"] or {}}

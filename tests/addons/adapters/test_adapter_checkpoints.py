@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models import base_model
 from engine.storage import verify_hashes
-from tests.helpers import kit, technique_runs
+from tests.helpers import fake_hub, kit, technique_runs
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.cluster  # needs an extra package
@@ -115,6 +115,42 @@ def test_evaluation_finds_the_base_or_names_it(run, base, tmp_path):
         gone.rename(base)
     assert codes == [2]
     assert str(base) in outputs[0].splitlines()[-1]
+
+
+# ---- a Hub model ---------------------------------------------------------------------------------------------------------
+
+
+def train_from_hub(environment: dict, argv: list, folder) -> None:
+    fake_hub.adopt(environment)
+    kit._command("train.py", argv, folder)
+
+
+def test_hub_model_resumes_on_its_commit(tmp_path):
+    """Although its branch has moved; adapter_config.json and the model card name that commit."""
+    (tmp_path / "here").mkdir()
+    with fake_hub.Hub(tmp_path / "hub") as hub:
+        off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+        environment = hub.environment(tmp_path / "home")
+        kit.save_model(hub.folder / "models/org/model", kit.TINY | off)
+        commit = hub.commit("models/org/model")
+        values = on_base(tmp_path, "org/model") | {"per_device_batch_size": 16, "output_dir": "run"}
+        values["cache_dir"] = tmp_path / "cache"
+        for number in (1, 2):
+            kit.spawn(
+                1, train_from_hub, environment, kit.flags(**values), tmp_path / "here", out=tmp_path / f"out{number}"
+            )
+            run = tmp_path / "here/run"
+            if number == 1:
+                straight = kit.load_weights(run / "final")
+                kit.rewind(run, 2)
+                kit.save_model(hub.folder / "models/org/model", kit.TINY | off, seed=8)
+                assert hub.commit("models/org/model") != commit
+    assert kit.same(kit.load_weights(run / "final"), straight)
+    config = json.loads((run / "final/adapter/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", commit)
+    card = (run / "final/README.md").read_text()
+    assert "base_model: org/model" in card
+    assert f"commit {commit}" in card
 
 
 # ---- older checkpoints, which hold the base model ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
+from engine.models import base_model
 from tests.helpers import kit, technique_runs
 
 peft = pytest.importorskip("peft")
@@ -91,6 +92,19 @@ def test_an_adapter_alone_is_trained_further(runs, base, tmp_path):
         losses.append(technique_runs.train(tmp_path / str(number), values).losses())
     assert losses[0] == losses[1] == losses[2]
     assert losses[0][0] < first
+
+
+def test_a_second_stage_fits_the_base_that_its_card_names(runs, tmp_path):
+    """A new adapter on the merged model of the first run, as preference optimization has after fine-tuning."""
+    first = runs[True].folder / "final"
+    second = technique_runs.train(tmp_path / "second", fields(tmp_path, first)).folder / "final"
+    assert torch.allclose(auto_peft(second / "adapter"), auto_model(second), rtol=0, atol=1e-6)
+    assert (auto_model(first) - auto_model(second)).abs().max() > 1e-3
+    config = json.loads((second / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(first)
+    assert (
+        f"Its base model is final, weights {base_model.read_base(second).weights}" in (second / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
