@@ -21,6 +21,7 @@ from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import file_name, write_index, write_tensors
 from engine.config.add_on import AddOn
+from engine.config.addons import first_answer, used_addons
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.option import option
 from engine.config.paths import locate
@@ -343,6 +344,7 @@ def write_merged(task: Any, folder: Path) -> None:
 
     adapter.safetensors holds what an exact evaluation or further training needs besides the base model."""
     whole = task.build_base(str(folder))
+    dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in used_addons(task.cfg))
     tuner = add_adapter(task, whole, folder)
     trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
     (folder / ADAPTER).mkdir()
@@ -361,6 +363,8 @@ def write_merged(task: Any, folder: Path) -> None:
         place = folder if number == 0 else parts
         place.mkdir(exist_ok=True)
         tensors = _merge_layers(tuner.model, {name: base_names[name] for name in names})
+        if dtype is not None:
+            tensors = {name: value.to(dtype) for name, value in tensors.items()}
         write_model(ModelWithLoss(whole, task), place, tensors, number, len(groups))
         tensors.clear()
         _free(tuner.model, names)

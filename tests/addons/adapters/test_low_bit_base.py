@@ -14,7 +14,7 @@ from engine.config.addons import run_config
 from engine.config.errors import UsageError
 from engine.loop.memory import bytes_of_scales, count_bytes, count_parameters
 from engine.process import private_apis
-from tests.helpers import kit, technique_runs
+from tests.helpers import alive, kit, technique_runs
 
 peft = pytest.importorskip("peft")
 bitsandbytes = private_apis.bitsandbytes()
@@ -49,7 +49,7 @@ def fields(folder, hidden: int = 64, **more) -> dict:
     values = technique_runs.files(folder) | {"load_in_4bit": True, "peft": json.dumps(LORA)}
     del values["model_config"]
     name = save_model(folder / f"base{hidden}", hidden)
-    return values | {"model_name_or_path": name} | more
+    return values | {"model_name_or_path": name, "merge": True} | more
 
 
 def adapter(run: kit.Run, step: int = technique_runs.STEPS) -> dict[str, torch.Tensor]:
@@ -257,9 +257,7 @@ def test_every_split_resume_and_evaluation(tmp_path, bits, hidden):
 def test_merged_model_is_the_one_that_was_trained(tmp_path, bits):
     """The dequantized base and the adapter, in bfloat16. The mutant, merged into the base as it was, is further away."""
     values = fields(tmp_path) | {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8}
-    alone = technique_runs.train(tmp_path / "alone", values)
-    assert not [*(alone.folder / "final").glob("model*.safetensors")]
-    run = technique_runs.train(tmp_path / "run", values | {"merge": True})
+    run = technique_runs.train(tmp_path / "run", values)
     merged = kit.load_weights(run.folder / "final")
     assert {value.dtype for value in merged.values()} == {torch.bfloat16}
     trained = adapter(run)
@@ -273,6 +271,19 @@ def test_merged_model_is_the_one_that_was_trained(tmp_path, bits):
             assert not torch.equal(merged[name], (full[name].double() + delta).bfloat16()), name
         else:
             assert torch.equal(merged[name], weight.bfloat16()), name
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_plan_says_what_a_run_has(tmp_path, bits):
+    """Memory and disk of LoRA and QLoRA; final/ of the second holds the adapter alone by default."""
+    values = fields(tmp_path, 256, dtype="float32") | {"load_in_4bit": bits == 4, "per_device_batch_size": 2}
+    del values["merge"]
+    every = LORA | {"r": 16, "target": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
+    for name, (planned, had) in alive.measure(tmp_path, kit.flags(**values | {"peft": json.dumps(every)})).items():
+        assert planned == pytest.approx(had, rel=0.1), name
+    names = {path.name for path in (tmp_path / "run" / "final").iterdir()}
+    assert ("model.safetensors" in names) == (bits is None)
+    assert "adapter_model.safetensors" in names or bits is None
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------------
