@@ -77,14 +77,16 @@ class LowBitBase(AddOn):
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan about the bits of the base model."""
-        kind = "4 bits (NF4, double quantization)" if self.load_in_4bit else "8 bits (LLM.int8)"
-        share = f"{task.quantized_weights:,} weights in {kind}, the others in {cfg.dtype}"
+        share = f"{task.quantized_weights:,} weights in {self._kind()}, the others in {cfg.dtype}"
         return {"base model": f"{share}; its layers compute in {str(compute_dtype(cfg)).removeprefix('torch.')}"}
 
     def model_card(self, cfg: Any) -> str:
-        """Return the sentence of the model card about the bits of the base model."""
-        kind = "4 bits (NF4, double quantization)" if self.load_in_4bit else "8 bits (LLM.int8)"
-        return f"\nThe base model was quantized to {kind} with bitsandbytes in training and evaluation.\n"
+        """Return what the model card says about the bits of the base model."""
+        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16." if cfg.merge else ""
+        return f"\nThe base model had {self._kind()} in training and evaluation, by bitsandbytes.{merged}\n"
+
+    def _kind(self) -> str:
+        return "4 bits (NF4, double quantization)" if self.load_in_4bit else "8 bits (LLM.int8)"
 
 
 # ---- which layers --------------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def write_merged(task: Any, folder: Path) -> None:
         place.mkdir(exist_ok=True)
         tensors = _merge_layers(tuner.model, {name: base_names[name] for name in names})
         if dtype is not None:
-            tensors = {name: value.to(dtype) for name, value in tensors.items()}
+            tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         write_model(ModelWithLoss(whole, task), place, tensors, number, len(groups))
         tensors.clear()
         _free(tuner.model, names)

@@ -13,6 +13,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 def _storages() -> dict[int, int]:
     """Return {address: bytes} of the memory of all tensors alive."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]  # no objects of Python yet
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
