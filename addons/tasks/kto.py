@@ -28,6 +28,7 @@ from engine.text.chat_options import ChatOptions
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
+COLUMNS = {"": ("input_ids", "labels"), MISMATCHED: ("mismatched_ids", "mismatched_labels")}  # of the prepared rows
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Task(ReferenceTask):
         raw = {name: feature for name, feature in examples.features.items() if name != "label"}
         self.raw_columns, _ = super().inspect_columns(_Columns([*raw], raw), split)
         prefixes = ("", MISMATCHED) if self.has_baseline else ("",)
-        features = {f"{prefix}{part}": List(Value("int32")) for prefix in prefixes for part in ("ids", "labels")}
+        features: dict[str, Any] = {name: List(Value("int32")) for prefix in prefixes for name in COLUMNS[prefix]}
         features |= {name: Value("int64") for name in ("length", "targets", "cut", "label")}
         return [*self.raw_columns, "label"], Features(features)
 
@@ -95,7 +96,7 @@ class Task(ReferenceTask):
                 raise UsageError(f"{location}: `label` is null: give true for a good completion, false for a bad one")
         raw = {name: batch[name] for name in self.raw_columns}
         made = self.encoder.encode_batch(raw, locations)
-        rows = {"ids": made["input_ids"], "labels": made["labels"], "length": made["length"], "cut": made["cut"]}
+        rows = {name: made[name] for name in ("input_ids", "labels", "length", "cut")}
         rows["targets"] = [int(count > 0) for count in made["targets"]]
         rows["label"] = [int(label) for label in batch["label"]]
         if self.has_baseline:
@@ -103,8 +104,8 @@ class Task(ReferenceTask):
             before = [*completions[-1:], *completions[:-1]]
             made = self.encoder.encode_batch(raw | {"completion": before}, locations)
             alone = len(before) == 1
-            rows[f"{MISMATCHED}ids"] = [[]] if alone else made["input_ids"]
-            rows[f"{MISMATCHED}labels"] = [[]] if alone else made["labels"]
+            rows["mismatched_ids"] = [[]] if alone else made["input_ids"]
+            rows["mismatched_labels"] = [[]] if alone else made["labels"]
         return rows
 
     def on_train_data(self, train_set: Any) -> None:
@@ -124,12 +125,13 @@ class Task(ReferenceTask):
             inputs |= self._padded(rows, MISMATCHED)
         inputs["is_desirable"] = np.array([row["label"] for row in rows], np.float32)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        tokens = sum(len(row["ids"]) for row in rows)
+        tokens = sum(len(row["input_ids"]) for row in rows)
         return Batch(tensors, float(inputs["counted"].sum()), tokens, inputs["input_ids"].size)
 
     def _padded(self, rows: list[dict[str, np.ndarray]], prefix: str) -> dict[str, np.ndarray]:
         """Return ids, targets and whether a sequence has targets."""
-        sequences = [(row[f"{prefix}ids"], row[f"{prefix}labels"]) for row in rows]
+        ids_column, labels_column = COLUMNS[prefix]
+        sequences = [(row[ids_column], row[labels_column]) for row in rows]
         width = padded_length([len(ids) for ids, _ in sequences], self.cfg.pad_to_multiple_of, self.max_length)
         ids = np.zeros((len(rows), width), np.int64)
         targets = np.full((len(rows), width), IGNORED, np.int64)

@@ -36,7 +36,7 @@ def opened(fields, folder, rows, **more):
 def test_mismatched_completion_is_that_of_the_row_before(fields, tmp_path):
     task, rows = opened(fields, tmp_path, ROWS)
     for i, row in enumerate(rows):
-        assert task.tokenizer.decode(row["ids"]) == "the cat" + ROWS[i]["completion"] + "<|endoftext|>"
+        assert task.tokenizer.decode(row["input_ids"]) == "the cat" + ROWS[i]["completion"] + "<|endoftext|>"
         other = ROWS[i - 1]["completion"] + "<|endoftext|>"
         assert task.tokenizer.decode(row["mismatched_ids"]) == "the cat" + other
         assert task.tokenizer.decode([label for label in row["mismatched_labels"] if label != -100]) == other
@@ -58,7 +58,7 @@ def log_ratios(model, rows, prefix) -> list[torch.Tensor]:
     """Return the log-ratio of each row from full logits, one unpadded sequence at a time."""
     values = []
     for row in rows:
-        ids, labels = (torch.tensor(np.array(row[f"{prefix}{part}"]), dtype=torch.long) for part in ("ids", "labels"))
+        ids, labels = (torch.tensor(np.array(row[name]), dtype=torch.long) for name in kto.COLUMNS[prefix])
         first = int((labels != -100).nonzero()[0])
         logs = []
         for lm in (model.student, model.teacher):
