@@ -28,6 +28,7 @@ from engine.config.paths import locate
 from engine.loop.model_with_loss import ModelWithLoss, tied_names
 from engine.models.base_model import read_base, tensors_of_base
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER, named_base
+from engine.models.new_tokens import token_ids
 from engine.process import private_apis
 from engine.storage.jsonl import read_json
 
@@ -50,6 +51,7 @@ FREE_OPTIONS |= {"peft_version", "revision", "target_modules", "target_parameter
 MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
 UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
+TOKENS = "token_adapter.base_layer"  # where peft keeps a weight of which it trains single rows
 # peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
 # row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
 REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
@@ -117,6 +119,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
     _check_names(model, config)
+    _train_new_tokens(config, model, token_ids(getattr(task, "tokenizer", None)))
     names, tied = list(model.state_dict()), tied_names(model)
     torch.manual_seed(cfg.seed)
     with errors_of("peft"), warnings.catch_warnings():
@@ -185,6 +188,27 @@ def _widen_adapter(model: torch.nn.Module, dtype: torch.dtype) -> None:
         )
 
 
+def _train_new_tokens(config: Any, model: torch.nn.Module, ids: list[int]) -> None:
+    """Let the adapter train the rows of the tokens `ids` of add_tokens, in the embedding and in a head of its own."""
+    if not ids:
+        return
+    if not hasattr(config, "trainable_token_indices"):
+        raise UsageError(f"peft: type {config.peft_type.value.lower()} cannot train the rows of add_tokens: give lora")
+    if config.trainable_token_indices:
+        raise UsageError("peft: trainable_token_indices and add_tokens are both given: remove one of them")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [embedding]
+    if head is not None and head.weight is not embedding.weight:
+        layers.append(head)
+        if getattr(head, "bias", None) is not None:  # peft leaves it out (0.21)
+            raise UsageError(
+                "peft: add_tokens needs a head without bias: train the whole model, or do without new tokens"
+            )
+    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    fully = [name for name in names if any(name.endswith(part) for part in config.modules_to_save or ())]
+    config.trainable_token_indices = {name: ids for name in names if name not in fully} or None
+
+
 def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
     """Return the outermost modules with a name that contains one of `parts`."""
     names: list[str] = []
@@ -203,7 +227,8 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
         raise UsageError(f"peft: this type changes the names of {type(model).__name__}: give another type")
     moved = {base for name, base in base_of.items() if name != base}
     for group in tied:
-        if moved & set(group):
+        trains_tokens = all(f"{name.removesuffix('.weight')}.{TOKENS}.weight" in base_of for name in group)
+        if moved & set(group) and not trains_tokens:  # rows of tokens stay tied, and are merged once
             raise UsageError(
                 f"peft: {' and '.join(group)} are one weight, so an adapter of one layer could not be merged: give a target "
                 "(or modules_to_save) without these layers"

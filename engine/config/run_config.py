@@ -72,6 +72,12 @@ class RunConfig:
     tokenizer_name: str | None = changeable(
         "Hub id or folder of the tokenizer (default: the model's)", is_path=True, is_rare=True
     )
+    add_tokens: list[str] = option(
+        "tokens to add to the tokenizer, with rows of their own in embedding and head, which are trained",
+        [],
+        from_checkpoint=True,
+        is_rare=True,
+    )
     dtype: str = option("dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"))
     attn_implementation: str | None = changeable(
         "sdpa, eager, flex_attention, varlen, … (default: chosen by transformers; varlen for packed rows on a GPU in 16 bits)",

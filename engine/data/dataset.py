@@ -19,6 +19,7 @@ from engine.data.mixture import Mixture
 from engine.data.prepare import prepare_rows
 from engine.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
 from engine.data.sources import Source, fetch_source, find_sources
+from engine.models.new_tokens import check_tokens
 from engine.process import console
 from engine.process.exit_codes import run_main
 from engine.storage.cache_folder import cache_root
@@ -31,6 +32,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     The key "validation" is missing if there is no validation data."""
     task.load()
     if "train" in wanted:
+        if cfg.add_tokens:
+            check_tokens(task, cfg.add_tokens)
         for each in used_addons(cfg):
             each.check_task(cfg, task)
     with writes_to(cache_root(cfg), "cache_dir"):

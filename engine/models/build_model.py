@@ -21,10 +21,12 @@ from engine.models.base_model import leaves_out_base, read_base, weight_files
 from engine.models.config_and_tokenizer import (
     config_file,
     experts_per_token,
+    load_tokenizer,
     model_folder,
     refuse_adapter,
     refuse_quantized,
 )
+from engine.models.new_tokens import add_rows, config_of_weights, ids_without_rows, new_ids
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -65,13 +67,14 @@ def build_model(
         else:
             model, info = auto_class.from_pretrained(
                 folder,
-                config=config,
+                config=config_of_weights(config, folder) if cfg.add_tokens else config,
                 trust_remote_code=cfg.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported below
                 **options,
             )
             correct_tied_setting(model)
+            _add_rows_of_new_tokens(cfg, model, config, weights)
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     missing = []
     for key in absent:
@@ -86,6 +89,20 @@ def build_model(
     if cfg.dtype == "float64" and experts_per_token(config):
         model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
     return varlen_attention.use_in(model) if by_lengths else model
+
+
+def _add_rows_of_new_tokens(
+    cfg: RunConfig, model: "PreTrainedModel", config: "PreTrainedConfig", weights: str | None
+) -> None:
+    """Give a loaded model the rows of the tokens that the run adds, but those that the run `weights` has trained."""
+    if not cfg.add_tokens:
+        return
+    tokenizer = load_tokenizer(cfg)
+    ids = new_ids(tokenizer)
+    if weights and not read_base(Path(locate(weights))):  # an adapter has its rows beside those of the base model
+        ids = ids_without_rows(tokenizer, Path(locate(weights)))
+    if ids:
+        add_rows(model, config.get_text_config().vocab_size, ids)
 
 
 def correct_tied_setting(model: "PreTrainedModel") -> None:

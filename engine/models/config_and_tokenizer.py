@@ -10,6 +10,7 @@ from engine.config.addons import used_addons
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.paths import locate, plain_name, read_yaml
 from engine.config.run_config import RunConfig
+from engine.models.new_tokens import add_tokens, new_ids, set_vocabulary
 from engine.process import private_apis
 from engine.storage import hub
 from engine.storage.cache_folder import cache_root, sample_tokenizer
@@ -72,6 +73,11 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         if value:
             setattr(config, name, 0.0)
             warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
+    if cfg.add_tokens:
+        if tokenizer is None:
+            raise UsageError("add_tokens needs a tokenizer: give --tokenizer_name, or remove it")
+        if new_ids(tokenizer):
+            set_vocabulary(config, len(tokenizer))
     for addon in used_addons(cfg):
         addon.change_config(cfg, config)
     return config
@@ -281,7 +287,10 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     if any(isinstance(value, str) for value in vocabularies):
         raise UsageError(f"{file}: vocab, merges or init_inputs names a file, which could be any here: remove it")
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    if cfg.add_tokens:
+        add_tokens(tokenizer, cfg.add_tokens)
+    return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:

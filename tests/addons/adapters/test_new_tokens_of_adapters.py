@@ -1,0 +1,102 @@
+"""New tokens under LoRA: their rows are trained, in embedding and head, saved, merged, and come back bitwise."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from addons.adapters import peft as addon
+from engine.config.errors import UsageError
+from tests.helpers import kit
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.cluster  # needs an extra package
+
+TOKENS = ["<|call|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    kit.write_jsonl(folder / "train.jsonl", [{"text": f"def <|call|> return{i} <|end|> self"} for i in range(12)])
+    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(folder / "tokenizer", ["def return self"] * 3))
+    for name in ("tied", "untied"):
+        config = kit.LLAMA | {"vocab_size": len(tokenizer), "tie_word_embeddings": name == "tied"}
+        kit.save_model(folder / name, config)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def fields(folder, name, **more) -> dict:
+    given = {"model_name_or_path": folder / name, "train_file": folder / "train.jsonl", "cache_dir": folder / "cache"}
+    given |= {"validation_file": folder / "train.jsonl", "dtype": "float64", "add_tokens": TOKENS, "max_length": 64}
+    return given | {"peft": '{"type": "lora", "r": 2, "target": ["q_proj"]}'} | more
+
+
+def moved(folder, name) -> tuple[list[bool], list[bool]]:
+    """Return whether two steps change the rows of the new tokens, and any other row, of embedding and head."""
+    task, splits = kit.open_data(**fields(folder, name))
+    model = task.build_model().train()
+    batch = task.collate(kit.all_rows(splits["train"]), True)
+    ids = task.tokenizer.convert_tokens_to_ids(TOKENS)
+    width = model.config.hidden_size
+    others = [i for i in range(len(task.tokenizer)) if i not in ids]
+
+    def rows() -> list[torch.Tensor]:
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(torch.arange(len(task.tokenizer)))
+            return [embedded, model.get_output_embeddings()(torch.eye(width, dtype=torch.float64)).T]
+
+    before = rows()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 1e-2)
+    for _ in range(2):
+        task.loss(model, batch.inputs)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changes = [(after - start).abs().max(1).values for after, start in zip(rows(), before, strict=True)]
+    return [bool((change[ids] > 0).all()) for change in changes], [
+        bool((change[others] > 0).any()) for change in changes
+    ]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_rows_of_new_tokens_are_trained_and_no_others(folder, name):
+    assert moved(folder, name) == ([True, True], [False, False])
+
+
+def test_mutant_leaves_new_rows_untrained(folder, monkeypatch):
+    monkeypatch.setattr(addon, "_train_new_tokens", lambda *_: None)
+    assert moved(folder, "untied")[0] == [False, False]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_new_tokens_are_merged_into_final_and_resumed_bitwise(folder, tmp_path, name):
+    common = fields(folder, name, global_batch_size=4, per_device_batch_size=2, max_steps=4, save_steps=2)
+    common |= {"save_total_limit": 5, "learning_rate": 1e-2}
+    world = 2 if name == "untied" else 1
+    run = kit.run_training(world, tmp_path / "run", *kit.flags(**common))
+    final = load_file(run.folder / "final" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "final", dtype="float64")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    ids = tokenizer.convert_tokens_to_ids(TOKENS)
+    start = AutoModelForCausalLM.from_pretrained(folder / name, dtype="float64")
+    for mine, old in ((model.get_input_embeddings(), start.get_input_embeddings()), (model.lm_head, start.lm_head)):
+        assert torch.equal(mine.weight[: ids[0]], old.weight)
+        assert ((mine.weight[ids] - old.weight.mean(0)).abs().max(1).values > 1e-3).all()
+    _, [text] = kit.run_command("eval", "--checkpoint", run.folder, folder=tmp_path)
+    assert json.loads((run.folder / "eval.json").read_text())["step"] == 4, text
+    shutil.copytree(run.folder, tmp_path / "resumed")
+    for part in ("final", "checkpoints/step_00000004"):
+        shutil.rmtree(tmp_path / "resumed" / part)
+    again = kit.run_training(world, tmp_path / "resumed", *kit.flags(**common))
+    resumed = load_file(again.folder / "final" / "model.safetensors")
+    assert all(torch.equal(final[each], resumed[each]) for each in final)
+
+
+def test_types_that_cannot_train_rows_are_refused(folder):
+    with pytest.raises(UsageError, match="type ia3 cannot train the rows of add_tokens"):
+        task, _ = kit.open_data(**fields(folder, "untied", peft='{"type": "ia3"}'))
+        task.build_model()
