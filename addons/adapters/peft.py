@@ -48,6 +48,7 @@ TASK_TYPES = {
 FREE_OPTIONS = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
 FREE_OPTIONS |= {"init_lora_weights", "init_weights", "layers_pattern", "layers_to_transform", "modules_to_save"}
 FREE_OPTIONS |= {"peft_version", "revision", "target_modules", "target_parameters", "task_type", "feedforward_modules"}
+FREE_OPTIONS |= {"trainable_token_indices"}  # of add_tokens
 MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
 UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
