@@ -47,7 +47,7 @@ class Task:
     # Raw columns that may hold several types; others are refused.
     json_columns: tuple[str, ...] = ("messages", "conversations", "tools", "chat_template_kwargs")
     # Set by `inspect_columns`:
-    row_format: str = ""  # a sentence for the plan on how rows are read
+    row_description: str = ""  # a sentence for the plan on how rows are read
     reads_chats: bool = False  # whether rows are chats
     optional_columns: Sequence[
         str

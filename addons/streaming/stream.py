@@ -84,7 +84,7 @@ class Stream:
             "examples": None,
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),
             "sample": source.sample(),
-            "format": self.shards.task.row_format,
+            "row_description": self.shards.task.row_description,
         }
         self.epoch = 0
         # step -> (pass, positions of this rank's groups after it)

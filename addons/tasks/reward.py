@@ -75,6 +75,7 @@ class Task(base.Task):
         from datasets import Features, List, Value
 
         self.pairs = PairEncoder(self.encoder, examples, split)
+        self.row_description = self.pairs.describe()
         self.reads_chats = self.pairs.chat
         self.optional_columns = self.pairs.optional
         features = {f"{side}_ids": List(Value("int32")) for side in SIDES}

@@ -148,7 +148,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
         _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
     )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
-    stats |= {"format": task.row_format, "chats": task.reads_chats}
+    stats |= {"row_description": task.row_description, "chats": task.reads_chats}
     digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}

@@ -171,13 +171,13 @@ def holds_chats(split, task) -> bool:
     return any(part.stats.get("chats") for _, _, part in split.segments())
 
 
-def format_rows(splits: dict) -> str:
+def describe_rows(splits: dict) -> str:
     """Return how the rows of the splits are read, source by source if they differ; empty if the task does not say."""
     formats = {}
     for name, split in splits.items():
         parts = split.segments() or [("", 0, split)]  # a stream has none
         for source, _, part in parts:
-            formats[f"{name} {source}".strip()] = part.stats.get("format", "")
+            formats[f"{name} {source}".strip()] = part.stats.get("row_description", "")
     if len({*formats.values()}) == 1:
         return next(iter(formats.values()))
     return "; ".join(f"{name}: {text}" for name, text in formats.items() if text)

@@ -110,7 +110,7 @@ class Task(base.Task):
 
         self.encoder = replace(self.encoder)  # each split may have another format
         needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
-        self.row_format = self.encoder.describe()
+        self.row_description = self.encoder.describe()
         self.reads_chats = self.encoder.reads_chats
         self.optional_columns = self.encoder.optional_columns()
         if self.options.packing:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.config.addons import used_addons
 from engine.data.batch_plan import sizes_of_run
-from engine.data.prepared_split import data_notes, format_rows, format_stats, holds_chats
+from engine.data.prepared_split import data_notes, describe_rows, format_stats, holds_chats
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
@@ -49,7 +49,7 @@ def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:
             draws.append(f"{source}: {drawn:,} of {size:,} rows per epoch")
         rows["mixture"] = "; ".join(draws)
     rows["evaluation data"] = format_stats(val_set.stats, task.unit) if val_set else "none: no evaluation"
-    formats = format_rows(splits)
+    formats = describe_rows(splits)
     return rows | ({"rows": formats} if formats else {})
 
 

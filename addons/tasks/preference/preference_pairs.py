@@ -39,6 +39,11 @@ class PairEncoder:
         encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
         encoder.structs = find_structs(examples.features, self.needed)
 
+    def describe(self) -> str:
+        """Return a sentence on how rows are read, for the plan."""
+        kind = "chats" if self.chat else "text, without a chat template"
+        return f"{', '.join(f'`{name}`' for name in self.needed)} as {kind}: loss where chosen and rejected differ"
+
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
 

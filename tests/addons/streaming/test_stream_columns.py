@@ -131,7 +131,7 @@ def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tm
     streamed = [row["labels"].tolist() for _, row, _ in shards.prepare(table, 0, 0, 0)]
     assert sorted(streamed) == sorted(row["labels"].tolist() for row in kit.all_rows(prepared["train"]))
     assert streamed[0] != streamed[1]
-    assert splits["train"].stats["format"] == "`conversations` as chats: loss on the assistant's turns"
+    assert splits["train"].stats["row_description"] == "`conversations` as chats: loss on the assistant's turns"
     files = jsonl(tmp_path, [{"conversations": turns}], rows)
     _, splits = kit.open_data(train_file=list(map(str, files)), **fields, **STREAM)
     with pytest.raises(UsageError, match=f"{files[1].name}.*system"):

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.config.errors import UsageError
-from engine.data.prepared_split import format_rows
+from engine.data.prepared_split import describe_rows
 from engine.text import chat_turns, encode_rows, row_formats
 from engine.text.encode_rows import Encoder
 from tests.helpers import kit
@@ -254,7 +254,7 @@ def test_sources_of_a_mixture_may_have_other_formats(folder, tokenizer, tmp_path
         "`dialogue`, which messages_column names, is not among the columns instruction, output"
         in capsys.readouterr().err
     )
-    plan = format_rows(splits)
+    plan = describe_rows(splits)
     assert plan.startswith(
         "train a: `dialogue` as chats: loss on the assistant's turns; train b: `instruction`, `input`"
     )
