@@ -75,7 +75,7 @@ def prepared(folder, rows, kind="jsonl", **fields) -> list[tuple[list, list]]:
 def encoded(tokenizer, rows, **fields) -> list[tuple[list, list]]:
     """Return (ids, labels) of rows as a task gets them of a .jsonl file, without one."""
     named = {name.removesuffix("_column"): column for name, column in fields.items()}
-    encoder = Encoder(tokenizer, 500, 1024, False, "text", True, named)
+    encoder = Encoder(tokenizer, 500, 1024, False, "text", True, named=named)
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     features = {name: feature_of(values) for name, values in columns.items()}
     needed, _ = encoder.choose(list(columns), "train", features)
@@ -406,7 +406,7 @@ def test_error_of_a_row_ends_the_run_with_code_2(folder, tmp_path):
 def choose(columns, capsys, **named) -> tuple[list, str]:
     """Return (the columns that are read, what is printed) for data with these columns."""
     chat_turns.warn_once.cache_clear()
-    encoder = Encoder(object(), 9, 9, False, "text", True, named)
+    encoder = Encoder(object(), 9, 9, False, "text", True, named=named)
     needed, _ = encoder.choose(columns, "train")
     return needed, capsys.readouterr().err
 
