@@ -59,7 +59,7 @@ def test_mutant_import_is_caught(mutant):
 # ---- no name of an add-on, or of a field of one --------------------------------------------------------------------------
 
 # Names that mean something else in the core: English words, files of a run, its own module of techniques.
-OWN_WORDS = {"evaluate", "fork", "ledger", "preference", "preview", "same", "techniques"}
+OWN_WORDS = {"chat", "evaluate", "fork", "ledger", "predict", "preference", "preview", "same", "techniques"}
 EXCEPTIONS = {
     ("engine/config/parsing.py", "deepspeed"),  # a field of the HF Trainer
     ("engine/models/config_and_tokenizer.py", "peft"),  # the package whose files on the Hub are refused
