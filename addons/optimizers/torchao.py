@@ -7,12 +7,14 @@ Tests: tests/addons/optimizers/test_torchao.py.
 
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
@@ -103,7 +105,37 @@ class LowBit(torch.optim.Optimizer):
         for group in self.param_groups:
             # On the host, a copy of one number. A float would be a constant of the compiled update: one graph a rate.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-        super().step()
+        with self._local_parts():
+            super().step()
+
+    @contextmanager
+    def _local_parts(self) -> Iterator[None]:
+        """Show the package this process's part of each parameter, gradient and state as plain tensors.
+
+        An update needs no other part. torchao 0.18 takes DTensors, but compiles them only for float32 weights: a view of
+        its state, which DTensor makes, forgets the dtype."""
+        state = self.state
+        params = [group["params"] for group in self.param_groups]
+        self.state = defaultdict(dict)
+        try:
+            for group in self.param_groups:
+                updated = []
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    local = local_part(parameter.detach())  # another tensor in the same memory
+                    if not local.numel():
+                        state[parameter]["step"] += 1  # each process may be the one that saves it
+                        continue
+                    local.grad = local_part(parameter.grad)
+                    self.state[local] = state[parameter]
+                    updated.append(local)
+                group["params"] = updated
+            yield
+        finally:
+            self.state = state
+            for group, originals in zip(self.param_groups, params, strict=True):
+                group["params"] = originals
 
     def _check_constants(self) -> None:
         """Raise UsageError if what is compiled into the update has changed: each step would compile it again."""
@@ -146,11 +178,9 @@ class LowBit(torch.optim.Optimizer):
                 self.state[parameter] = state
 
     def _moment(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
-        """Return a moment of zeros, quantized if its blocks fit, and sharded like the parameter."""
-        if not blocks_fit(parameter, self.block_size):
-            return torch.zeros_like(parameter)
+        """Return this process's part of a moment of zeros, quantized if its blocks fit."""
         local = local_part(parameter)
-        return like_parameter(self._zeros(local, signed), parameter, parameter.shape)
+        return self._zeros(local, signed) if blocks_fit(parameter, self.block_size) else torch.zeros_like(local)
 
     def _zeros(self, like: torch.Tensor, signed: bool) -> Any:
         """Return a quantized tensor of zeros in the shape of a plain one."""
@@ -159,7 +189,7 @@ class LowBit(torch.optim.Optimizer):
         from torchao.optim.subclass_fp8 import OptimStateFp8
 
         name = type(self).__name__
-        shape, device, dtype = like.shape, like.device, like.dtype
+        shape, device, dtype = like.shape, like.device, like.dtype  # the dtype is only what it shows
         if name.endswith("Fp8"):
             return OptimStateFp8.zeros(shape, self.block_size, device, dtype=dtype)
         kind = OptimState4bit if name.endswith("4bit") else OptimState8bit
@@ -169,43 +199,41 @@ class LowBit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_to_save(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter with each quantized tensor as a dict of plain ones, sharded by its rows."""
+        """Return the state of a parameter as plain tensors, or DTensors: a quantized one is a dict of its parts."""
         saved = dict(state)
         for key, value in state.items():
-            local = local_part(value)
-            if hasattr(local, "codes"):
-                saved[key] = take_apart(local, parameter)
+            if hasattr(value, "codes"):
+                saved[key] = take_apart(value, parameter)
+            elif value.dim():
+                saved[key] = like_parameter(value, parameter, parameter.shape)
         return saved
 
     @torch.no_grad()
     def state_from_saved(self, parameter: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter from what `state_to_save` returned, perhaps on another number of processes."""
-        state = dict(saved)
+        state = {}
         for key, value in saved.items():
-            if isinstance(value, dict):
-                state[key] = self._moment_from_saved(parameter, value, signed=key == "exp_avg")
+            is_quantized = isinstance(value, dict)
+            state[key] = self._moment_from_saved(parameter, key, value) if is_quantized else local_part(value)
         return state
 
-    def _moment_from_saved(self, parameter: torch.Tensor, parts: dict[str, torch.Tensor], signed: bool) -> torch.Tensor:
-        """Return a quantized moment with saved codes and scales; on shards that cut blocks, their values as floats."""
+    def _moment_from_saved(self, parameter: torch.Tensor, key: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return a moment with saved codes and scales; where shards of this run cut blocks, their values as floats."""
         fits = blocks_fit(parameter, self.block_size)
-        values = self._zeros(local_part(parameter) if fits else torch.empty_like(gather_full(parameter)), signed)
-        for name, part in parts.items():
-            target = getattr(values, name)
-            if name == "qmap":
-                if not torch.equal(gather_full(part), target):
-                    raise UsageError(
-                        "resume: the moments were quantized by another version of torchao: install that version, or start a new "
-                        "run from these weights with --init_from"
-                    )
-                continue
-            raw = target.view(torch.uint8) if name == "codes" else target
+        shape = local_part(parameter).shape if fits else parameter.shape
+        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        values = self._zeros(local, signed=key == "exp_avg")
+        if "qmap" in parts and not torch.equal(gather_full(parts["qmap"]), values.qmap):
+            raise UsageError(
+                "resume: the moments were quantized by another version of torchao: install that version, or start a new run from "
+                "these weights with --init_from"
+            )
+        for target, part in ((values.codes.view(torch.uint8), parts["codes"]), (values.scale, parts["scale"])):
             source = rows_of(part, parameter) if fits else gather_full(part)
-            raw.reshape(-1).copy_(source.reshape(-1))
+            target.reshape(-1).copy_(source.reshape(-1))
         if fits:
-            return like_parameter(values, parameter, parameter.shape)
-        full = values.dequantize().to(parameter.dtype)
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            return values
+        return values.dequantize()[private_apis.local_slices(parameter)].to(parameter.dtype)
 
 
 # ---- blocks and shards -----------------------------------------------------------------------------------------------

@@ -47,9 +47,7 @@ def main(argv: list[str]) -> None:
     if opened.backend.accelerator.num_processes > 1:
         raise UsageError("a chat runs on one process: launch it without accelerate, as make chat does")
     if own.system and not opened.task.generation.tokenizer.chat_template:
-        raise UsageError(
-            "system: the model has no chat template: give --chat_template configs/chatml.jinja, or omit it"
-        )
+        raise UsageError("system: the model has no chat template: give --chat_template chatml, or omit it")
     settings: dict[str, Any] = {"max_new_tokens": most_tokens(opened.task, own.max_new_tokens, MOST_TOKENS)}
     if own.temperature:
         settings |= {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p}

@@ -125,8 +125,11 @@ def correct_tied_setting(model: "PreTrainedModel") -> None:
 
 
 def weight_dtype(cfg: RunConfig) -> torch.dtype:
-    """Return the dtype of the weights; warn if it is bfloat16 and an add-on does not train weights of its own."""
-    if cfg.dtype == "bfloat16" and not leaves_out_base(cfg):
+    """Return the dtype of the weights; warn if it is bfloat16 and these are trained.
+
+    Not if an add-on trains weights of its own instead, or if the optimizer rounds at random, which loses nothing."""
+    rounds_at_random = (cfg.optim_args or {}).get("bf16_stochastic_round")
+    if cfg.dtype == "bfloat16" and not leaves_out_base(cfg) and not rounds_at_random:
         warn(
             "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
             "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
