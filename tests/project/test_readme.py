@@ -88,7 +88,7 @@ def test_pages_name_what_exists():
     """Targets of make, files, and the flags of train.py and eval.py, in code of every page; folders in AGENTS.md."""
     agents = (kit.REPOSITORY / "AGENTS.md").read_text()
     assert (kit.REPOSITORY / "CLAUDE.md").read_text() == agents
-    assert len(README.splitlines()) <= 140
+    assert len(README.splitlines()) <= 150
     assert len(agents.splitlines()) <= 120
     pages = [*PAGES, kit.REPOSITORY / "benchmarks" / "README.md"]
     code = "\n".join(part for page in pages for part in re.findall(r"`+([^`]+)`+", page.read_text()))
