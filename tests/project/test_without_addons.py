@@ -59,7 +59,7 @@ def test_mutant_import_is_caught(mutant):
 # ---- no name of an add-on, or of a field of one --------------------------------------------------------------------------
 
 # Names that mean something else in the core: English words, files of a run, its own module of techniques.
-OWN_WORDS = {"chat", "evaluate", "fork", "ledger", "predict", "preference", "preview", "same", "techniques"}
+OWN_WORDS = {"chat", "evaluate", "fork", "ledger", "merge", "predict", "preference", "preview", "same", "techniques"}
 EXCEPTIONS = {
     ("engine/config/parsing.py", "deepspeed"),  # a field of the HF Trainer
     ("engine/models/config_and_tokenizer.py", "peft"),  # the package whose files on the Hub are refused
@@ -112,7 +112,7 @@ def test_mutant_name_of_an_addon_is_caught(mutant):
 
 # ---- the class AddOn ----------------------------------------------------------------------------------------------------
 
-WITH_FIELDS = ["adapters/peft", "data/curriculum", "data/held_out", "data/row_weights", "data/size_warmups"]
+WITH_FIELDS = ["adapters/low_bit_base", "adapters/peft", "data/curriculum", "data/held_out", "data/row_weights", "data/size_warmups"]
 WITH_FIELDS += ["models/stochastic_depth", "techniques", "tools/hub_upload"]
 PUBLIC = {name for name in vars(AddOn) if not name.startswith("_")}
 
@@ -121,7 +121,7 @@ def test_every_method_of_addon_is_defined_and_called():
     for name in WITH_FIELDS:
         kit.need_addon(name)
     defined = set().union(*(vars(kind) for kind in addons_with_fields()))
-    core = "".join(path.read_text() for house in ("engine", "src") for path in (kit.REPOSITORY / house).rglob("*.py"))
+    core = "".join(path.read_text() for house in ("engine", "src", "addons") for path in (kit.REPOSITORY / house).rglob("*.py"))
     assert PUBLIC - defined == set()
     assert {name for name in PUBLIC if not re.search(rf"\b(each|addon)\.{name}\b", core)} == set()
 
@@ -215,7 +215,7 @@ def python(folder: Path, *words, code: int = 0) -> str:
 def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
     """Without arguments, the sample of the README's first command; eval.py takes the newest run."""
     flags = [*SHORT, "--cache_dir", str(tmp_path / "cache")]
-    assert "configs/stdlib_lm.yaml" in python(core, "train.py", *flags).splitlines()[0]
+    assert "configs/stdlib_lm.yaml" in python(core, "train.py", *flags).splitlines()[1]
     assert not (core / "data").exists()  # the sample is not written into the clone
     alone, full = core / "runs" / "stdlib_lm", tmp_path / "full"
     assert "runs/stdlib_lm" in python(core, "eval.py", "--cache_dir", tmp_path / "cache").splitlines()[0]
