@@ -15,6 +15,7 @@ from tests.helpers.chat_oracle import CHATML, ROWS, Marks, check_targets, tokeni
 TRL = importlib.util.find_spec("trl")
 if TRL is None:
     pytest.skip("trl is not installed: pip install -r requirements-extra.txt", allow_module_level=True)
+pytestmark = pytest.mark.cluster  # with the other extra packages
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates"
 STOCK = {file.stem: file for file in sorted(FOLDER.glob("*.jinja")) if not file.stem.endswith("_training")}
 

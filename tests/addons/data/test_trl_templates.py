@@ -13,6 +13,7 @@ from tests.helpers.chat_oracle import CHATML, GEMMA4, LLAMA, ROWS, Marks, check_
 TRL = importlib.util.find_spec("trl")
 if TRL is None:
     pytest.skip("trl is not installed: pip install -r requirements-extra.txt", allow_module_level=True)
+pytestmark = pytest.mark.cluster  # with the other extra packages
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates"
 STOCK = {
     file.stem: file.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from tests.helpers import kit
 
 pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-extra.txt")
 kit.need_addon("adapters/peft")
+pytestmark = pytest.mark.cluster  # needs an extra package
 
 LORA = "{type: lora, r: 4, target: [c_attn, c_fc], lora_dropout: 0.0}"
 
