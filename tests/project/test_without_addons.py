@@ -112,7 +112,14 @@ def test_mutant_name_of_an_addon_is_caught(mutant):
 
 # ---- the class AddOn ----------------------------------------------------------------------------------------------------
 
-WITH_FIELDS = ["adapters/low_bit_base", "adapters/peft", "data/curriculum", "data/held_out", "data/row_weights", "data/size_warmups"]
+WITH_FIELDS = [
+    "adapters/low_bit_base",
+    "adapters/peft",
+    "data/curriculum",
+    "data/held_out",
+    "data/row_weights",
+    "data/size_warmups",
+]
 WITH_FIELDS += ["models/stochastic_depth", "techniques", "tools/hub_upload"]
 PUBLIC = {name for name in vars(AddOn) if not name.startswith("_")}
 
@@ -121,7 +128,9 @@ def test_every_method_of_addon_is_defined_and_called():
     for name in WITH_FIELDS:
         kit.need_addon(name)
     defined = set().union(*(vars(kind) for kind in addons_with_fields()))
-    core = "".join(path.read_text() for house in ("engine", "src", "addons") for path in (kit.REPOSITORY / house).rglob("*.py"))
+    core = "".join(
+        path.read_text() for house in ("engine", "src", "addons") for path in (kit.REPOSITORY / house).rglob("*.py")
+    )
     assert PUBLIC - defined == set()
     assert {name for name in PUBLIC if not re.search(rf"\b(each|addon)\.{name}\b", core)} == set()
 
