@@ -119,7 +119,8 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
             config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
-    _check_names(model, config)
+    with errors_of("peft"):  # also a pattern that is none
+        _check_names(model, config)
     _train_new_tokens(config, model, token_ids(getattr(task, "tokenizer", None)))
     names, tied = list(model.state_dict()), tied_names(model)
     torch.manual_seed(cfg.seed)
@@ -156,6 +157,8 @@ def _check_names(model: torch.nn.Module, config: Any) -> None:
         ("target_parameters", parameters),
     ):
         wanted = getattr(config, option_name, None)
+        if isinstance(wanted, str) and wanted != "all-linear" and not any(re.fullmatch(wanted, name) for name in known):
+            wanted = [wanted]  # a pattern; one without a match is refused below, with the names that there are
         for name in sorted(wanted) if isinstance(wanted, list | set | tuple) else ():
             end = name if option_name == "modules_to_save" else f".{name}"  # as peft compares them
             if any(each == name or each.endswith(end) for each in known):

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.config.errors import warn
+from engine.config.errors import did_you_mean, warn
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
+# Roles of turns that are read, but not trained on. A template may have further ones.
+OTHER_ROLES = ("system", "developer", "user", "tool", "function", "ipython", "environment", "observation", "documents")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # of a turn, as transformers names it
 CALLS = ("tool_calls", "function_call")
 # Whether a turn is trained on: axolotl's, ms-swift's and OpenAI's keys; of torchtune's the opposite.
@@ -117,6 +119,11 @@ def _check_keys(i: int, turn: dict) -> None:
         raise ValueError(f"turn {i} has no role or no content")
     if role != "assistant" and role.strip().lower() in ASSISTANT_NAMES:
         raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
+    if role not in ("assistant", *OTHER_ROLES):
+        hint = did_you_mean(role, ("assistant", *OTHER_ROLES))
+        if hint:
+            raise ValueError(f"turn {i} has the role {role!r}, which is not trained on{hint}")
+        warn_once(f"messages: turns of the role {role!r} are not trained on: only those of the assistant are")
     for key in MEDIA_KEYS:
         if turn.get(key):
             raise ValueError(f"turn {i} has `{key}`: this task reads text only: remove the row")

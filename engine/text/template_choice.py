@@ -114,7 +114,7 @@ def _choose_by_tokenizer(tokenizer: Any, only_last_turn: bool) -> Choice:
         return Choice(OWN, None, "the tokenizer's, which writes earlier turns as at inference")
     if trains_all_turns(tokenizer):
         return Choice(OWN, None, "the tokenizer's, which trains every turn")
-    reason = f"it writes what the tokenizer's own writes, and trains every turn; {KEPT}"
+    reason = f"it trains every turn, with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
     family = family_of(tokenizer)
     if family is not None:
         return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)

@@ -505,3 +505,16 @@ def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
     tokenizer.chat_template = kit.CHATML.replace("{{ m['content'] }}", "{{ m.name or '' }}{{ m['content'] }}")
     encode_chat(tokenizer, chat, "row 3", None)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("role", "meant"), [("asistant", "assistant"), ("usr", "user"), ("systen", "system")])
+def test_misspelled_role_is_refused(role, meant):
+    """Templates write any role, so the turn would be trained around without a word."""
+    with pytest.raises(ValueError, match=f"turn 1 has the role '{role}', which is not trained on; did you mean {meant}"):
+        read_chat([{"role": "user", "content": "a"}, {"role": role, "content": "b"}], None)
+
+
+def test_role_of_a_template_of_ones_own_is_read_with_a_warning(capsys):
+    chat = read_chat([{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+    assert chat.is_trained == [False, True]
+    assert "turns of the role 'critic' are not trained on" in capsys.readouterr().err
