@@ -510,7 +510,9 @@ def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
 @pytest.mark.parametrize(("role", "meant"), [("asistant", "assistant"), ("usr", "user"), ("systen", "system")])
 def test_misspelled_role_is_refused(role, meant):
     """Templates write any role, so the turn would be trained around without a word."""
-    with pytest.raises(ValueError, match=f"turn 1 has the role '{role}', which is not trained on; did you mean {meant}"):
+    with pytest.raises(
+        ValueError, match=f"turn 1 has the role '{role}', which is not trained on; did you mean {meant}"
+    ):
         read_chat([{"role": "user", "content": "a"}, {"role": role, "content": "b"}], None)
 
 
