@@ -29,7 +29,7 @@ def split_by_cost(lengths: np.ndarray, micro_batch: int) -> list[int]:
     count = len(lengths)
     equal = split_equally(count, micro_batch)
     num_parts = len(equal) - 1
-    if num_parts == 1 or micro_batch <= 2 or 2 * num_parts > count or lengths[0] == lengths[-1]:
+    if num_parts <= 1 or micro_batch <= 2 or 2 * num_parts > count or lengths[0] == lengths[-1]:
         return equal
     group = _rows_of_a_group(micro_batch)
     parts_in_block = max(2, GROUPS_IN_BLOCK // max(GROUPS, micro_batch // group))
