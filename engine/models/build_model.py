@@ -3,6 +3,7 @@
 Tests: tests/engine/models/test_loading.py, tests/engine/models/test_plain_model.py and tests/engine/config/test_bad_input.py.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,8 @@ def _add_rows_of_new_tokens(
     tokenizer = load_tokenizer(cfg)
     ids = new_ids(tokenizer)
     if weights and not read_base(Path(locate(weights))):  # an adapter has its rows beside those of the base model
-        ids = ids_without_rows(tokenizer, Path(locate(weights)))
+        saved = load_tokenizer(dataclasses.replace(cfg, model_name_or_path=locate(weights), tokenizer_name=None))
+        ids = ids_without_rows(tokenizer, saved, Path(locate(weights)))
     if ids:
         add_rows(model, config.get_text_config().vocab_size, ids)
 

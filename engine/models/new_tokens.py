@@ -60,20 +60,25 @@ def new_ids(tokenizer: Any) -> list[int]:
     return list(getattr(tokenizer, "new_ids", ()))
 
 
-def ids_without_rows(tokenizer: Any, folder: Path) -> list[int]:
+def ids_without_rows(tokenizer: Any, saved: Any, folder: Path) -> list[int]:
     """Return the ids of the new tokens that the model of a run in `folder` has not been trained with.
 
-    Raise UsageError for a token that has another id there."""
-    content = read_json(folder / "tokenizer.json")
-    there = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    `saved` is the tokenizer of that folder, with the same tokens added; None: it has none. Raise UsageError if so, and for
+    a token that has another id there."""
+    if saved is None:
+        raise UsageError(
+            f"add_tokens: {folder} has no tokenizer that tells which tokens its model was trained with: save it there, beside "
+            "the weights"
+        )
     missing = []
     for i in new_ids(tokenizer):
         token = tokenizer.convert_ids_to_tokens(i)
-        if token not in there:
+        there = saved.convert_tokens_to_ids(token)
+        if there in new_ids(saved):
             missing.append(i)
-        elif there[token] != i:
+        elif there != i:
             raise UsageError(
-                f"add_tokens: {token!r} has id {i}, but {there[token]} in {folder}: give the tokens of that run, in their order, "
+                f"add_tokens: {token!r} has id {i}, but {there} in {folder}: give the tokens of that run, in their order, "
                 "before new ones"
             )
     return missing

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from engine.config.errors import UsageError
 from tests.helpers import kit
@@ -124,3 +124,26 @@ def test_new_rows_are_trained_saved_and_resumed(folder, tmp_path):
         swapped, _ = kit.open_data(**common | {"add_tokens": TOKENS[::-1]})
         swapped.build(str(one.folder / "final"))
     assert json.loads((one.folder / "final" / "config.json").read_text())["vocab_size"] == ids[1] + 1
+
+
+def test_trained_rows_come_back_with_a_tokenizer_without_tokenizer_json(folder, tmp_path):
+    kit.save_model(tmp_path / "model", kit.LLAMA | {"vocab_size": 384})
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    common = fields(folder, model_name_or_path=tmp_path / "model", max_length=128)
+    task, _ = kit.open_data(**common)
+    model = task.build()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[384:] += 1  # training
+    model.save_pretrained(tmp_path / "trained")
+    task.tokenizer.save_pretrained(tmp_path / "trained")
+    assert not (tmp_path / "trained" / "tokenizer.json").exists()
+    again, _ = kit.open_data(**common)
+    built = again.build(str(tmp_path / "trained"))
+    assert torch.equal(built.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_weights_without_a_tokenizer_are_refused(folder, tmp_path):
+    task, _ = kit.open_data(**fields(folder))
+    task.build().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="has no tokenizer that tells which tokens"):
+        task.build(str(tmp_path))
