@@ -95,16 +95,25 @@ def build_model(
 def _add_rows_of_new_tokens(
     cfg: RunConfig, model: "PreTrainedModel", config: "PreTrainedConfig", weights: str | None
 ) -> None:
-    """Give a loaded model the rows of the tokens that the run adds, but those that the run `weights` has trained."""
+    """Give a loaded model the rows of the tokens that the run adds, but those that the folder `weights` has."""
     if not cfg.add_tokens:
         return
-    tokenizer = load_tokenizer(cfg)
-    ids = new_ids(tokenizer)
-    if weights and not read_base(Path(locate(weights))):  # an adapter has its rows beside those of the base model
-        saved = load_tokenizer(dataclasses.replace(cfg, model_name_or_path=locate(weights), tokenizer_name=None))
-        ids = ids_without_rows(tokenizer, saved, Path(locate(weights)))
+    ids = vars(cfg).get("new_ids")
+    if ids is None:
+        ids = _new_ids(cfg, weights)
+    vars(model)["new_ids"] = ids
     if ids:
         add_rows(model, config.get_text_config().vocab_size, ids)
+
+
+def _new_ids(cfg: RunConfig, weights: str | None) -> list[int]:
+    """Return the ids of the tokens that the run adds, and that the model has no rows of."""
+    tokenizer = load_tokenizer(cfg)
+    ids = new_ids(tokenizer)
+    if weights:  # which may be the merged model of an adapter
+        saved = load_tokenizer(dataclasses.replace(cfg, model_name_or_path=locate(weights), tokenizer_name=None))
+        ids = ids_without_rows(tokenizer, saved, Path(locate(weights)))
+    return ids
 
 
 def correct_tied_setting(model: "PreTrainedModel") -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError, warn
+from engine.config.run_config import RunConfig
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def token_ids(tokenizer: Any) -> list[int]:
 def new_ids(tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that this run adds to a tokenizer."""
     return list(getattr(tokenizer, "new_ids", ()))
+
+
+def with_new_ids(cfg: RunConfig, ids: list[int] | None) -> RunConfig:
+    """Return a run file with which `build_model` gives rows to the new tokens `ids`; None: it asks the tokenizer for them."""
+    cfg = copy.copy(cfg)
+    vars(cfg)["new_ids"] = ids
+    return cfg
 
 
 def ids_without_rows(tokenizer: Any, saved: Any, folder: Path) -> list[int]:

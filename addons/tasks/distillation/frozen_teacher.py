@@ -18,6 +18,7 @@ from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import recompute_activations
 from engine.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
 from engine.models.model_checks import check_packing, has_plain_lm_head
+from engine.models.new_tokens import new_ids, with_new_ids
 from engine.process import private_apis
 from engine.storage import hub
 from engine.storage.cache_folder import cache_root, compute_once
@@ -168,7 +169,7 @@ class FrozenModel:
 
     def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
         """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
-        self.config = config
+        self.config, self.new_ids = config, []
         if self.folder is None:
             return
         field = f"{self.role}_name_or_path"
@@ -183,6 +184,11 @@ class FrozenModel:
             )
         check_fit(cfg, self.config, tokenizer, max_length)
         other = load_tokenizer(cfg) if tokenizer is not None else None
+        if cfg.add_tokens and other is None:  # under eval.py the tokenizer of the run has them all
+            raise UsageError(
+                f"{field}: {self.name} has no tokenizer that tells which tokens of add_tokens it has: save it beside the weights"
+            )
+        self.new_ids = new_ids(other)
         if other is not None and other.get_vocab() != tokenizer.get_vocab():
             raise UsageError(
                 f"{field}: the tokenizer of {self.name} gives other ids than that of the trained model: give a model "
@@ -195,7 +201,7 @@ class FrozenModel:
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
         values = {field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)}
-        cfg = RunConfig(**values | {"model_name_or_path": None})
+        cfg = with_new_ids(RunConfig(**values | {"model_name_or_path": None}), self.new_ids)
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 

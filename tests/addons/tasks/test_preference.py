@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from addons.tasks import preference
 from addons.tasks.preference.pair_losses import odds_ratio
@@ -442,3 +443,26 @@ def test_prompt_stands_after_the_system_turn_and_tools_are_written(fields, tmp_p
 def test_pairs_with_a_turn_without_a_role_are_refused(fields, tmp_path, turn):
     with pytest.raises(UsageError, match=r"line 1.*(has no role|not a list of turns)"):
         opened(fields, tmp_path, [{"prompt": "the cat", "chosen": [turn], "rejected": [turn]}])
+
+
+def test_reference_begins_with_the_same_rows_of_new_tokens(fields, tmp_path):
+    """In a padded vocabulary; also when the tokenizer is that of a checkpoint, as under eval.py."""
+    tokenizer = AutoTokenizer.from_pretrained(fields["tokenizer_name"])
+    tokens = ["<|call|>", "<|end|>"]
+    name = kit.save_model(tmp_path / "padded", kit.EXACT | {"vocab_size": len(tokenizer) + 8})
+    given = {key: value for key, value in fields.items() if key not in ("model_config", "tokenizer_name")}
+    given |= {"model_name_or_path": name, "add_tokens": tokens}
+    rows = [{"prompt": "the <|call|>", "chosen": " sat <|end|>", "rejected": f" ran {word}"} for word in ("a", "over")]
+    with pytest.raises(UsageError, match="has no tokenizer that tells which tokens of add_tokens it has"):
+        opened(given, tmp_path, rows, tokenizer_name=fields["tokenizer_name"])
+    tokenizer.save_pretrained(name)
+    task, prepared = opened(given, tmp_path, rows)
+    model = task.build_model()
+    loss = task.loss(model, task.collate(prepared, True).inputs)["loss"]
+    assert loss.item() / len(rows) == pytest.approx(np.log(2), abs=1e-12)
+    task.saved(model).save_pretrained(tmp_path / "final")
+    task.tokenizer.save_pretrained(tmp_path / "final")
+    of_run = {"model_name_or_path": tmp_path / "final", "reference_name_or_path": name}
+    of_eval, _ = opened(given | of_run, tmp_path, rows)
+    again = of_eval.build_model().teacher.state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.teacher.state_dict().items())
