@@ -4,6 +4,7 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,6 +188,10 @@ class Task:
             base_model.cast_(model, getattr(torch, self.cfg.dtype))
             return model
         if base_model.holds_base(weights):
-            return self.build(weights)
-        with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
-            return self.build(None)
+            model = self.build(weights)
+        else:
+            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
+                model = self.build(None)
+        new_ids = vars(self.saved(model)).get("new_ids")
+        self.base_model = dataclasses.replace(self.base_model, new_ids=new_ids)
+        return model

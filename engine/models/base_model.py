@@ -23,6 +23,7 @@ from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
 from engine.models.config_and_tokenizer import BASE_FILE, pretrained_source, refuse_adapter
+from engine.models.new_tokens import with_new_ids
 from engine.storage.atomic_folder import rewrite
 from engine.storage.cache_folder import cache_root, exclusive
 from engine.storage.jsonl import read_json
@@ -40,6 +41,7 @@ class BaseModel:
     weights: str | None = None  # hash of the weights in a folder, or of random ones
     seed: int | None = None  # of random weights
     dtype: str | None = None  # in which random weights were drawn
+    new_ids: list[int] | None = dataclasses.field(default=None, compare=False)  # of add_tokens, which the weights lack
 
     @property
     def is_random(self) -> bool:
@@ -155,10 +157,11 @@ def fields_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) 
         return dataclasses.replace(cfg, **values)
     if base.commit:
         if cfg.model_name_or_path == base.name and pretrained_source(cfg)[1] == base.commit:
-            return cfg
-        return dataclasses.replace(cfg, model_name_or_path=base.name, model_revision=base.commit, model_config=None)
+            return with_new_ids(cfg, base.new_ids)
+        cfg = dataclasses.replace(cfg, model_name_or_path=base.name, model_revision=base.commit, model_config=None)
+        return with_new_ids(cfg, base.new_ids)
     folder = _folder_of_base(cfg, base, weights)
-    return dataclasses.replace(cfg, model_name_or_path=str(folder), model_config=None)
+    return with_new_ids(dataclasses.replace(cfg, model_name_or_path=str(folder), model_config=None), base.new_ids)
 
 
 def _folder_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) -> Path:

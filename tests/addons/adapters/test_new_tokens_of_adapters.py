@@ -86,6 +86,10 @@ def test_new_tokens_are_merged_into_final_and_resumed_bitwise(folder, tmp_path, 
     for mine, old in ((model.get_input_embeddings(), start.get_input_embeddings()), (model.lm_head, start.lm_head)):
         assert torch.equal(mine.weight[: ids[0]], old.weight)
         assert ((mine.weight[ids] - old.weight.mean(0)).abs().max(1).values > 1e-3).all()
+    whole, _ = kit.open_data(
+        **{key: value for key, value in common.items() if key != "peft"}
+    )  # all of it is trained further
+    assert torch.equal(whole.build_model(str(run.folder / "final")).lm_head.weight, model.lm_head.weight)
     _, [text] = kit.run_command("eval", "--checkpoint", run.folder, folder=tmp_path)
     assert json.loads((run.folder / "eval.json").read_text())["step"] == 4, text
     shutil.copytree(run.folder, tmp_path / "resumed")
@@ -94,6 +98,19 @@ def test_new_tokens_are_merged_into_final_and_resumed_bitwise(folder, tmp_path, 
     again = kit.run_training(world, tmp_path / "resumed", *kit.flags(**common))
     resumed = load_file(again.folder / "final" / "model.safetensors")
     assert all(torch.equal(final[each], resumed[each]) for each in final)
+
+
+def test_base_folder_without_tokenizer(folder, tmp_path):
+    """A checkpoint remembers which rows its base lacks: eval.py reads another tokenizer, or none, beside the base."""
+    shutil.copytree(folder / "untied", tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    common = fields(folder, "untied", model_name_or_path=tmp_path / "base", tokenizer_name=folder / "tokenizer")
+    common |= {"global_batch_size": 4, "per_device_batch_size": 2, "max_steps": 2, "save_steps": 2, "eval_steps": 2}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**common | {"learning_rate": 1e-2}))
+    loss = run.kind("eval")[-1]["loss"]
+    for name in (run.folder / "final", run.folder / "checkpoints" / "step_00000002"):
+        flags = kit.flags(cache_dir=folder / "cache", validation_file=folder / "train.jsonl")
+        kit.run_command("eval", "--checkpoint", name, *flags, folder=tmp_path)
+        assert json.loads((run.folder / "eval.json").read_text())["loss"] == loss
 
 
 def test_types_that_cannot_train_rows_are_refused(folder):
