@@ -4,7 +4,7 @@
 A row is {"prompt": "…", "completion": "…", "label": true}. The reward of a completion is beta · its log-ratio to a frozen
 reference. The loss of a good one is desirable_weight · (1 − σ(reward − z)), that of a bad one undesirable_weight ·
 (1 − σ(z − reward)). The baseline z is beta · max(0, mean log-ratio of mismatched pairs), which estimates the divergence
-from the reference: each prompt with the completion of the row before it. The mean is taken over the whole global batch,
+from the reference: each prompt with the answer of the row before it. The mean is taken over the whole global batch,
 so that it is the same on any number of processes and for any micro-batch; this costs a forward pass of both models
 without gradients, as in TRL. Tests: tests/addons/tasks/test_kto.py.
 """
@@ -25,6 +25,7 @@ from engine.data.seeding import seed_everything
 from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
+from engine.text.row_formats import split_prompt
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
@@ -100,13 +101,21 @@ class Task(ReferenceTask):
         rows["targets"] = [int(count > 0) for count in made["targets"]]
         rows["label"] = [int(label) for label in batch["label"]]
         if self.has_baseline:
-            completions = raw["completion"]
-            before = [*completions[-1:], *completions[:-1]]
-            made = self.encoder.encode_batch(raw | {"completion": before}, locations)
+            prompts, answers = self._prompts_and_answers(raw)
+            before = [*answers[-1:], *answers[:-1]]
+            made = self.encoder.encode_batch(raw | {"prompt": prompts, "completion": before}, locations)
             alone = len(before) == 1
             rows["mismatched_ids"] = [[]] if alone else made["input_ids"]
             rows["mismatched_labels"] = [[]] if alone else made["labels"]
         return rows
+
+    def _prompts_and_answers(self, raw: dict[str, list]) -> tuple[list, list]:
+        """Return what stands before the answer of each row, and the answer; a completion may repeat its prompt."""
+        prompts, completions = raw["prompt"], raw["completion"]
+        if not self.encoder.reads_chats:
+            return prompts, completions
+        pairs = [_split_chat(*row) for row in zip(prompts, completions, strict=True)]
+        return [before for before, _ in pairs], [answer for _, answer in pairs]
 
     def on_train_data(self, train_set: Any) -> None:
         """Warn if all rows have one label; the labels of a stream are not known."""
@@ -220,6 +229,13 @@ class _Columns:
 
     column_names: list[str]
     features: dict[str, Any]
+
+
+def _split_chat(prompt: Any, completion: Any) -> tuple[list[dict], list[dict]]:
+    """Return a row as (the turns before the assistant's first one of the completion, that turn and those after it)."""
+    before, answer = split_prompt(prompt, completion, ("prompt", "completion"))
+    first = next((i for i, turn in enumerate(answer) if turn["role"] == "assistant"), 0)
+    return [*before, *answer[:first]], answer[first:]
 
 
 def _baseline(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

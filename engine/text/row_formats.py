@@ -195,7 +195,13 @@ def lay_out_instruction(instruction: str, more: str | None, system: str | None) 
 
 
 def join_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> list[dict]:
-    """Return a prompt and its completion, of which at least one is turns, as a chat; the prompt is not trained on.
+    """Return a prompt and its completion as a chat, as split_prompt reads them."""
+    before, answer = split_prompt(prompt, completion, names)
+    return [*before, *answer]
+
+
+def split_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> tuple[list[dict], list[dict]]:
+    """Return (the turns of a prompt, which are not trained on, the turns of its completion that follow them).
 
     A text beside turns is what the user says, or the assistant answers. The completion may repeat the turns of the
     prompt. Raise ValueError if it is not clear which turns are the prompt. `names`: the columns of both."""
@@ -204,14 +210,14 @@ def join_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> list[di
     if isinstance(prompt, str):
         first = next((i for i, turn in enumerate(answer) if turn.get("role") != "system"), 0)
         if answer[first].get("role") == "assistant":
-            return [*answer[:first], {"role": "user", "content": prompt}, *answer[first:]]
+            return [*answer[:first], {"role": "user", "content": prompt}], answer[first:]
         count = _turns_with(prompt, answer)
         if not count:
             raise ValueError(
                 f"`{prompt_name}` is text that no turn of the user in `{name}` says: begin `{name}` with the assistant's "
                 f"turn, or remove `{prompt_name}`"
             )
-        return [*not_trained(answer[:count], prompt_name), *answer[count:]]
+        return not_trained(answer[:count], prompt_name), answer[count:]
     turns = _as_turns(prompt, "user", prompt_name)
     if turns and answer[: len(turns)] == turns:
         answer = answer[len(turns) :]
@@ -222,7 +228,7 @@ def join_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> list[di
             f"`{prompt_name}` ends with a turn of the assistant, and `{name}` begins with one: write them as one turn of "
             f"`{name}`"
         )
-    return [*not_trained(turns, prompt_name), *answer]
+    return not_trained(turns, prompt_name), answer
 
 
 def read_answer(answer: Any, name: str) -> list[dict]:

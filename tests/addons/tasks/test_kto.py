@@ -43,6 +43,45 @@ def test_mismatched_completion_is_that_of_the_row_before(fields, tmp_path):
         assert row["label"] == ROWS[i]["label"]
 
 
+def turn(role, text) -> dict:
+    return {"role": role, "content": text}
+
+
+def user_first(question, answer) -> dict:
+    """Return a row whose prompt ends with the assistant's turn."""
+    return {
+        "prompt": [turn("assistant", "the")],
+        "completion": [turn("user", question), turn("assistant", answer)],
+    }
+
+
+QUESTION_AND_ANSWER = {
+    "text and turns": lambda q, a: {"prompt": q, "completion": [turn("assistant", a)]},
+    "turns and text": lambda q, a: {"prompt": [turn("user", q)], "completion": a},
+    "repeated turns": lambda q, a: {"prompt": [turn("user", q)], "completion": [turn("user", q), turn("assistant", a)]},
+    "text and chat": lambda q, a: {"prompt": q, "completion": [turn("user", q), turn("assistant", a)]},
+    "system": lambda q, a: {"prompt": q, "completion": [turn("system", q), turn("assistant", a)]},
+    "user first": user_first,
+}
+
+
+@pytest.mark.parametrize("kind", QUESTION_AND_ANSWER)
+def test_mismatched_pair_of_chats_has_its_own_prompt_and_the_answer_before(fields, tmp_path, kind):
+    """A completion may begin with the turns of its prompt."""
+    texts = [("the cat", "sat"), ("red fox", "ran"), ("lazy dog", "jumps over")]
+    rows = [QUESTION_AND_ANSWER[kind](*pair) | {"label": i > 0} for i, pair in enumerate(texts)]
+    template = kit.tiny_tokenizer(tmp_path / "tokenizer", [recipes.SENTENCE] * 3, chat_template=kit.CHATML)
+    task, rows = opened(fields | {"tokenizer_name": template}, tmp_path, rows)
+    for i, row in enumerate(rows):
+        own, mismatched = (task.tokenizer.decode(row[name]) for name in ("input_ids", "mismatched_ids"))
+        (question, answer), other = texts[i], texts[i - 1][1]
+        assert question in own
+        assert own.endswith(f"<|assistant|>{answer}<|endoftext|>\n")
+        assert mismatched == own.replace(f"<|assistant|>{answer}", f"<|assistant|>{other}")
+        targets = [label for label in row["mismatched_labels"] if label != -100]
+        assert task.tokenizer.decode(targets) == f"{other}<|endoftext|>\n"
+
+
 def test_without_baseline_there_are_no_mismatched_pairs(fields, tmp_path):
     task, rows = opened(fields, tmp_path, ROWS, kto_loss="apo_zero_unpaired")
     assert not [name for name in rows[0] if name.startswith("mismatched")]
