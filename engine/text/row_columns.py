@@ -3,7 +3,7 @@
 Tests: tests/engine/text/test_row_formats.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ MEANINGFUL = """
     image images audio video videos weight weights sample_weight loss_weight chosen rejected
 """
 VARIABLES = "chat_template_kwargs"  # column of the variables of the chat template
+OF_CHATS = ("tools", VARIABLES)  # columns that may stand beside chats
 RATINGS = ("label", "kto_tag")  # columns of bools: whether an answer is good
 OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
@@ -156,16 +157,23 @@ def choose_format(
             "--completion_column), `instruction` and `output` (--instruction_column, --output_column), or `input_ids`"
         )
     chosen = min(fitting, key=lambda each: not each.is_asked_for(named))
-    used = chosen.columns(columns)
-    meaningful = {*MEANINGFUL.split(), *named.values()}
+    meaningful = {*named.values()}
     for other in fitting:
         meaningful |= {*other.columns(columns)}
+    others = [flag for each in fitting if each is not chosen for flag in each.flags()]
+    hint = f" (to read others, give {' or '.join(others)})" if others else ""
+    warn_of_ignored(columns, chosen.columns(columns), split, meaningful, hint)
+    return chosen
+
+
+def warn_of_ignored(
+    columns: list[str], used: list[str], split: str, meaningful: Iterable[str] = (), hint: str = ""
+) -> None:
+    """Warn of columns that are not used but have a meaning elsewhere: those of MEANINGFUL, and `meaningful` ones."""
+    meaningful = {*MEANINGFUL.split(), *meaningful}
     ignored = [name for name in columns if name in meaningful and name not in used]
     if ignored:
-        others = [flag for each in fitting if each is not chosen for flag in each.flags()]
-        hint = f" (to read others, give {' or '.join(others)})" if others else ""
         warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(used)}{hint}")
-    return chosen
 
 
 def _missing_columns(formats: list[Format], named: dict[str, str], columns: list[str]) -> Iterator[str]:

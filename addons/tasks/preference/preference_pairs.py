@@ -9,12 +9,11 @@ from typing import Any
 from engine.config.errors import UsageError, errors_of
 from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
-from engine.text.row_columns import holds_turns
+from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
 from engine.text.row_formats import join_prompt, read_answer
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 SIDES = ("chosen", "rejected")
-OF_CHATS = ("tools", "chat_template_kwargs")  # columns that may stand beside chats
 
 
 class PairEncoder:
@@ -35,8 +34,10 @@ class PairEncoder:
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
         self.optional = ["prompt", *OF_CHATS] if self.chat else []
-        self.needed += [name for name in OF_CHATS if self.chat and name in columns]
-        encoder.choose(["messages", *self.needed] if self.chat else ["prompt", "completion"], split)
+        beside = [name for name in OF_CHATS if self.chat and name in columns]
+        self.needed += beside
+        warn_of_ignored(columns, self.needed, split)
+        encoder.choose(["messages", *beside] if self.chat else ["prompt", "completion"], split)
         encoder.structs = find_structs(examples.features, self.needed)
 
     def describe(self) -> str:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from addons.tasks import preference
 from addons.tasks.preference.pair_losses import odds_ratio
 from engine.config.errors import UsageError
+from engine.text.chat_turns import warn_once
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
@@ -76,6 +77,30 @@ def test_chat_pairs(fields, tmp_path, prompt, before):
         "sat<|endoftext|>\n",
     )
     assert decoded(task, row, "rejected")[1] == "ran over<|endoftext|>\n"
+
+
+@pytest.mark.parametrize(
+    "row, more, warning",
+    [
+        ({"chosen": CHAT[:1], "rejected": CHAT[1:]}, {}, ""),
+        (
+            {"chosen": CHAT[:1], "rejected": CHAT[1:]},
+            {"system": "sat"},
+            "columns system are not used: only prompt, chosen,",
+        ),
+        (
+            {"chosen": " sat", "rejected": " ran"},
+            {"system": "on", "tools": "[]"},
+            "columns system, tools are not used:",
+        ),
+    ],
+)
+def test_only_columns_that_are_ignored_are_warned_of(fields, tmp_path, capsys, row, more, warning):
+    warn_once.cache_clear()
+    opened(fields, tmp_path, [{"prompt": "the cat"} | row | more])
+    printed = capsys.readouterr().err
+    assert warning in printed
+    assert ("are not used" in printed) == bool(warning)
 
 
 FIRST = [CHATML_USER, {"role": "assistant", "content": "sat"}]
