@@ -21,6 +21,8 @@ BASE = "(this model without its adapter)"  # instead of a folder or Hub id
 class ReferenceOptions:
     """Options of a task with a reference."""
 
+    needs_model = True  # model_name_or_path or model_config
+
     # may_change_on_resume, because reference_revision tells whether the weights are the same.
     reference_name_or_path: str | None = option(
         "Hub id, folder or run of the frozen reference (default: the weights that this run begins with; with peft on "

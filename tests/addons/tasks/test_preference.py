@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from addons.tasks import preference
+from addons.tasks import kto, preference
 from addons.tasks.preference.pair_losses import odds_ratio
 from engine.config.errors import UsageError
+from engine.config.run_config import RunConfig
+from engine.config.validation import training_errors
 from engine.text.chat_turns import warn_once
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
@@ -381,6 +383,13 @@ def test_orpo_on_two_processes_and_with_accumulation(tmp_path):
     assert names <= one.kind("eval")[-1].keys()
     assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
     assert not [name for name in one.weights if "teacher" in name or "student" in name]
+
+
+@pytest.mark.parametrize("task", [kto, preference], ids=["kto", "preference"])
+def test_run_without_a_model_is_refused(task):
+    cfg = RunConfig(train_file=["rows.jsonl"])
+    [error] = training_errors(cfg, task.Options())
+    assert error.startswith("no model: give --model_name_or_path")
 
 
 @pytest.mark.parametrize(
