@@ -25,6 +25,7 @@ from engine.data.seeding import seed_everything
 from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
+from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
 from engine.text.row_formats import split_prompt
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
@@ -79,9 +80,12 @@ class Task(ReferenceTask):
             raise UsageError(
                 f"{split} data: `label` holds {kind}: give true for a good completion, false for a bad one"
             )
-        # Without `label`: a language model refuses answers that are false.
-        raw = {name: feature for name, feature in examples.features.items() if name != "label"}
+        # Neither `label`, as a language model refuses answers that are false, nor columns of other formats.
+        raw = {name: examples.features[name] for name in ("prompt", "completion")}
+        if any(map(holds_turns, raw.values())):
+            raw |= {name: examples.features[name] for name in OF_CHATS if name in columns}
         self.raw_columns, _ = super().inspect_columns(_Columns([*raw], raw), split)
+        warn_of_ignored(columns, [*self.raw_columns, "label"], split, ("messages", "input_ids"))
         prefixes = ("", MISMATCHED) if self.has_baseline else ("",)
         features: dict[str, Any] = {name: List(Value("int32")) for prefix in prefixes for name in COLUMNS[prefix]}
         features |= {name: Value("int64") for name in ("length", "targets", "cut", "label")}

@@ -6,6 +6,7 @@ import torch
 
 from addons.tasks import kto
 from engine.config.errors import UsageError
+from engine.text.chat_turns import warn_once
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
 from tests.helpers import kit
@@ -80,6 +81,20 @@ def test_mismatched_pair_of_chats_has_its_own_prompt_and_the_answer_before(field
         assert mismatched == own.replace(f"<|assistant|>{answer}", f"<|assistant|>{other}")
         targets = [label for label in row["mismatched_labels"] if label != -100]
         assert task.tokenizer.decode(targets) == f"{other}<|endoftext|>\n"
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize(
+    "column, value", [("messages", [turn("user", "red fox"), turn("assistant", "over")]), ("input_ids", [1, 2, 3])]
+)
+def test_columns_of_other_formats_are_not_read(fields, tmp_path, capsys, loss, column, value):
+    """Another task would read them before prompt and completion. A warning names them."""
+    warn_once.cache_clear()
+    task, rows = opened(fields, tmp_path, [row | {column: value, "system": "the"} for row in ROWS], kto_loss=loss)
+    for raw, row in zip(ROWS, rows, strict=True):
+        assert task.tokenizer.decode(row["input_ids"]) == "the cat" + raw["completion"] + "<|endoftext|>"
+    ignored = f"the columns {column}, system are not used: only prompt, completion, label\n"
+    assert ignored in capsys.readouterr().err
 
 
 def test_without_baseline_there_are_no_mismatched_pairs(fields, tmp_path):
