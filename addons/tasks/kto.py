@@ -111,6 +111,9 @@ class Task(ReferenceTask):
             alone = len(before) == 1
             rows["mismatched_ids"] = [[]] if alone else made["input_ids"]
             rows["mismatched_labels"] = [[]] if alone else made["labels"]
+            # Both are computed apart, so the longer one is what must fit into per_device_batch_tokens.
+            pairs = zip(rows["input_ids"], rows["mismatched_ids"], strict=True)
+            rows["length"] = [max(map(len, pair)) for pair in pairs]
         return rows
 
     def _prompts_and_answers(self, raw: dict[str, list]) -> tuple[list, list]:

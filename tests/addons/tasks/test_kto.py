@@ -97,6 +97,15 @@ def test_columns_of_other_formats_are_not_read(fields, tmp_path, capsys, loss, c
     assert ignored in capsys.readouterr().err
 
 
+def test_length_is_that_of_the_longer_text(fields, tmp_path):
+    """Else micro-batches of mismatched pairs would exceed per_device_batch_tokens."""
+    _, splits = kit.open_data(**fields, train_file=kit.write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    rows = splits["train"].rows(np.arange(len(ROWS)))
+    own, mismatched = ([len(row[f"{name}_ids"]) for row in rows] for name in ("input", "mismatched"))
+    assert any(one < other for one, other in zip(own, mismatched, strict=True))
+    assert splits["train"].lengths.tolist() == [*map(max, own, mismatched)]
+
+
 def test_without_baseline_there_are_no_mismatched_pairs(fields, tmp_path):
     task, rows = opened(fields, tmp_path, ROWS, kto_loss="apo_zero_unpaired")
     assert not [name for name in rows[0] if name.startswith("mismatched")]
