@@ -66,7 +66,7 @@ def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
 
 def test_rows_are_shortened_before_they_are_sorted():
     lengths = np.array([9, 4, 7, 2, 8, 3, 9, 9])
-    config = PlanConfig(8, 8, 3, 0, lengths, max_length=Ramp(4, 9, 2).at)
+    config = PlanConfig(8, 8, 3, 0, lengths, by_cost=False, max_length=Ramp(4, 9, 2).at)
     first, third = plan(config, 0, 0), plan(config, 2, 0)
     assert [micro.cost for micro in first] == [12, 12, 6]  # 4 4 4 | 4 4 4 | 3 2
     assert [micro.cost for micro in third] == [27, 24, 6]
