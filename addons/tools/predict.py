@@ -3,12 +3,14 @@
 
     make predict FILE=rows.jsonl [RUN=folder] [NPROC=2] [ARGS='--max_new_tokens 64 --output answers.jsonl']
 
-A row is a chat (`messages`; a last turn of the assistant is left out, and answered anew), a `prompt` (a text, or turns), or
-a text to continue. The answers are the same on any number of processes. Tests: tests/addons/tools/test_chat_and_predict.py.
+A row has any format that the task trains on, and is read as there. Its last answer is left out, and answered anew; it may
+be missing. Chats are rendered by the chat template with the beginning of an answer. The answers are the same on any number
+of processes. Tests: tests/addons/tools/test_chat_and_predict.py.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from engine.storage.atomic_folder import rewrite
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
+ANSWERS = {"prompt": "completion", "instruction": "output"}  # part of a row -> the part that answers it
 MOST_TOKENS = 256  # of an answer, unless a flag says otherwise
 
 
@@ -106,38 +109,89 @@ def read_rows(file: Path, task: Any, max_new_tokens: int) -> tuple[list[dict], l
 
 
 def prompt_of_row(row: dict, task: Any, where: str) -> Prompt:
-    """Return what a row asks. Raise UsageError for a row without a prompt."""
-    messages = getattr(task.options, "messages_column", None) or "messages"
-    text_column = getattr(task.options, "text_column", "text")
-    for name in (messages, "prompt", text_column):
-        value = row.get(name)
-        if isinstance(value, list):
-            while value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
-                value = value[:-1]
-            return task.generation.read_prompt(value, where, row.get("tools"))
-        if isinstance(value, str):
-            return task.generation.read_prompt(value, where)
-        if value is not None:
-            raise UsageError(f"{where}: `{name}` holds {type(value).__name__}: give a text, or a list of turns")
-    return prompt_before_answer(row, task, where)
+    """Return what stands before the last answer of a row, which may lack it, read by its columns as in training.
+
+    Raise UsageError for a row that cannot be read."""
+    encoder, row = choose_format(row, task.encoder, where)
+    batch = {name: [value] for name, value in row.items()}
+    if encoder.reads_chats:
+        [chat] = encoder.read_chats(batch, [where])
+        if not isinstance(chat.turns, list):
+            column = encoder.format.required["messages"]
+            raise UsageError(f"{where}: `{column}` holds {type(chat.turns).__name__}, not a list of turns")
+        return task.generation.read_prompt(before_answer(chat.turns), where, chat.tools, chat.variables)
+    if encoder.format.name == "ids":
+        return prompt_before_answer(encoder, batch, task.max_length, where)
+    if encoder.format.name == "instructions":
+        [text] = encoder.lay_out_instructions(batch, [where])
+    else:
+        column = next(iter(encoder.format.required.values()))
+        text = row[column]
+        if not isinstance(text, str):
+            raise UsageError(f"{where}: `{column}` holds {type(text).__name__}: give a text, or a list of turns")
+    return task.generation.read_prompt(text, where)
 
 
-def prompt_before_answer(row: dict, task: Any, where: str) -> Prompt:
-    """Return what stands before the answer of a row of another format that the task trains on."""
-    columns = [name for name in row if row[name] is not None]
-    try:
-        task.encoder.choose(columns, where)
-    except UsageError as error:
-        raise UsageError(
-            f"{where}: no prompt among {', '.join(row) or 'no keys'}: a row needs `messages`, `prompt` or a text"
-        ) from error
-    encoded = task.encoder.encode_batch({name: [row[name]] for name in columns}, [where])
+def choose_format(row: dict, encoder: Any, where: str) -> tuple[Any, dict]:
+    """Return an encoder for a row, and the row with an empty answer if it has none. Raise UsageError if it has no prompt.
+
+    A text is continued only if the row has nothing else that the encoder reads."""
+    encoder = replace(encoder, is_mixed=True)  # rows may have several formats, and lack columns that are named
+    named = encoder.named
+    unset = {named[part]: None for part in ("system", "tools", "input") if part in named}
+    read = unset | {name: value for name, value in row.items() if value is not None}
+    others = {name: value for name, value in read.items() if name != encoder.text_column}
+    for there in (others, with_answer(others, named), read):
+        features = {name: feature_of(value) for name, value in there.items()}
+        try:
+            encoder.choose([*there], "the file's", features)
+        except UsageError:
+            continue
+        return encoder, there
+    raise UsageError(
+        f"{where}: no prompt among {', '.join(row) or 'no keys'}: a row needs `messages`, `prompt` or a text"
+    )
+
+
+def with_answer(row: dict, named: dict[str, str]) -> dict:
+    """Return a row with an empty answer to its prompt or instruction, or the better one of a pair of answers."""
+    row = dict(row)
+    better = row.pop("chosen", "")
+    row.pop("rejected", None)
+    for question, answer in {"prompt": better, "instruction": ""}.items():
+        for names in (named, {}):  # the columns that the run file names go before others
+            column = names.get(question, question)
+            if column in row:
+                value = row[column]
+                row[column] = before_answer(value) if isinstance(value, list) and not answer else value
+                row.setdefault(names.get(ANSWERS[question], ANSWERS[question]), answer)
+                break
+    return row
+
+
+def feature_of(value: Any) -> Any:
+    """Return the type of a column with this value, as far as it decides how rows are read."""
+    from datasets import Json, Value
+
+    if isinstance(value, list | dict):
+        return Json()
+    return Value("bool" if isinstance(value, bool) else "string")
+
+
+def before_answer(turns: list) -> list:
+    """Return turns without those of the assistant at their end."""
+    while turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+        turns = turns[:-1]
+    return turns
+
+
+def prompt_before_answer(encoder: Any, batch: dict[str, list], max_length: int, where: str) -> Prompt:
+    """Return what stands before the answer of a row of token ids."""
+    encoded = encoder.encode_batch(batch, [where])
     ids = np.array(encoded["input_ids"][0])
     prompt = last_answer(ids, np.array(encoded.get("labels", encoded["input_ids"])[0]))
-    if prompt is None or len(ids) >= task.max_length:
-        raise UsageError(
-            f"{where}: the row has no answer within max_length {task.max_length}: give `messages` or `prompt`"
-        )
+    if prompt is None or len(ids) >= max_length:
+        raise UsageError(f"{where}: the row has no answer within max_length {max_length}: give `messages` or `prompt`")
     return prompt
 
 

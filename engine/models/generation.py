@@ -103,10 +103,12 @@ class Generation:
         """The token that ends an assistant's turn, if the chat template has one."""
         return end_of_turn(self.tokenizer)
 
-    def read_prompt(self, text: Text, where: object, tools: Any = None) -> Prompt:
-        """Return a text, or a chat through the chat template, as a prompt; `where` begins an error."""
+    def read_prompt(self, text: Text, where: object, tools: Any = None, of_row: Any = None) -> Prompt:
+        """Return a text, or a chat through the chat template, as a prompt; `where` begins an error.
+
+        `tools` and `of_row`: what its row says about functions and about variables of the template."""
         variables = getattr(self.options, "chat_template_kwargs", None) or {}
-        return read_prompt(self.tokenizer, text, where, tools, **variables)
+        return read_prompt(self.tokenizer, text, where, tools, of_row, **variables)
 
     def has_room(self, prompt: Prompt, max_new_tokens: int) -> bool:
         """Return whether the model has positions for a prompt and an answer."""

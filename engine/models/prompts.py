@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UsageError, errors_of
+from engine.config.errors import UsageError, errors_of, may_be_removed
+from engine.text.chat_options import CHATS
 from engine.text.chat_turns import read_chat
 from engine.text.tokenize_and_pack import IGNORED
 
@@ -24,10 +25,13 @@ class Prompt(NamedTuple):
     text: Text = ""  # as the run file or a row says it; empty for one of a prepared row
 
 
-def read_prompt(tokenizer: Any, text: Text, where: object, tools: Any = None, **template_arguments: Any) -> Prompt:
+def read_prompt(
+    tokenizer: Any, text: Text, where: object, tools: Any = None, of_row: Any = None, **template_arguments: Any
+) -> Prompt:
     """Return a text, tokenized as the prompt of a row is, or a chat, rendered with the beginning of an answer.
 
-    `where` begins the error for a chat that the template cannot render. `tools`: functions that the chat may call."""
+    `where` begins the error for a chat that the template cannot render. `tools`: functions that the chat may call.
+    `of_row`: what its row says about variables of the template, which go before `template_arguments`."""
     if isinstance(text, str):
         ids = list(tokenizer(text)["input_ids"])
         if len(ids) > 1 and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
@@ -35,13 +39,13 @@ def read_prompt(tokenizer: Any, text: Text, where: object, tools: Any = None, **
         if not ids and tokenizer.eos_token_id is not None:
             ids = [tokenizer.eos_token_id]  # a tokenizer may drop spaces
     else:
-        ids = _render(tokenizer, text, where, tools, template_arguments)
+        ids = _render(tokenizer, text, where, tools, template_arguments, of_row)
     if not ids:
         raise UsageError(f"{where}: the prompt has no token: give a text")
     return Prompt(ids, text=text)
 
 
-def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, arguments: dict) -> list[int]:
+def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, arguments: dict, of_row: Any) -> list[int]:
     """Return the tokens of a chat with the beginning of the assistant's answer."""
     if not tokenizer.chat_template:
         raise UsageError(f"{where}: the tokenizer has no chat template: give --chat_template chatml")
@@ -50,6 +54,11 @@ def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, argume
         last = chat.turns[-1]["role"] if chat.turns else "nothing"
         if last not in ("user", "tool", "function", "ipython"):
             raise ValueError(f"it ends with {last}: a chat to answer ends with a turn of the user or of a tool")
+        if of_row is not None:
+            with may_be_removed(CHATS):
+                from engine.text.template_variables import read_variables
+            template = tokenizer.get_chat_template(tools=chat.tools)
+            arguments = arguments | read_variables(of_row, tokenizer, template)
         text = tokenizer.apply_chat_template(
             chat.turns, tools=chat.tools, tokenize=False, add_generation_prompt=True, **arguments
         )

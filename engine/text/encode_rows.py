@@ -42,6 +42,15 @@ class Document(NamedTuple):
     sizes: np.ndarray  # UTF-8 bytes of text per token; zeros if unknown
 
 
+class ChatRow(NamedTuple):
+    """A row of any format of chats, as a template takes it."""
+
+    turns: Any
+    tools: Any
+    variables: Any  # of the template, as the row gives them
+    note: str = ""  # added to an error: how its turns are counted
+
+
 @dataclass
 class Encoder:
     """Encodes the raw rows of a split. All rows of a split have one format."""
@@ -71,11 +80,11 @@ class Encoder:
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
         encoders = {
             "ids": self._encode_ids,
-            "messages": self._encode_messages,
+            "messages": self._encode_chats,
             "pairs": self._encode_pairs,
-            "pairs of chats": self._encode_pairs_of_chats,
+            "pairs of chats": self._encode_chats,
             "text": self._encode_texts,
-            "conversations": self._encode_conversations,
+            "conversations": self._encode_chats,
             "instructions": self._encode_instructions,
         }
         self.encode = encoders[chosen.name]
@@ -189,78 +198,26 @@ class Encoder:
             return ids, sizes
         return [*ids, eos], np.append(sizes, 0)
 
-    def _encode_chat(self, messages: Any, location, tools: Any, variables: Any, note: str = "") -> Document:
-        """Return a chat as a document. `note` is added to an error: how its turns are counted."""
+    def _encode_chats(self, batch: dict[str, list], locations) -> Iterator[Document]:
         with may_be_removed(CHATS):
             from engine.text.chat import encode_chat
         columns = " and ".join(f"`{column}`" for column in self.format.required.values())
-        chat = (messages, location, tools, self.structs, self.chat_format, variables, columns)
-        try:
-            return Document(*encode_chat(self.tokenizer, *chat))
-        except UsageError as error:
-            if not note:
-                raise
-            raise UsageError(f"{error}{note}") from error
-
-    def _optional(self, batch: dict[str, list], part: str, locations) -> list:
-        """Return the column of a part that rows may lack; None for each row if there is none."""
-        return batch.get(self.format.optional.get(part, "")) or [None] * len(locations)
-
-    def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
-        column = self.format.required["messages"]
-        tools = self._optional(batch, "tools", locations)
-        variables = self._optional(batch, VARIABLES, locations)
-        systems = self._optional(batch, "system", locations)
-        for i, location in enumerate(locations):
-            with errors_of(location, f"`{column}`"):
-                turns = read_turns(batch[column][i])
-                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
-            yield self._encode_chat(turns, location, tools[i], variables[i], note)
-
-    def _encode_conversations(self, batch: dict[str, list], locations) -> Iterator[Document]:
-        column = self.format.required["messages"]
-        tools = self._optional(batch, "tools", locations)
-        variables = self._optional(batch, VARIABLES, locations)
-        systems = self._optional(batch, "system", locations)
-        for i, location in enumerate(locations):
-            with errors_of(location, f"`{column}`"):
-                turns = read_turns(batch[column][i], other_roles=True)
-                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
-            yield self._encode_chat(turns, location, read_tools(tools[i]), variables[i], note)
-
-    def _encode_pairs_of_chats(self, batch: dict[str, list], locations) -> Iterator[Document]:
-        prompt, completion = (self.format.required[part] for part in ("prompt", "completion"))
-        tools = self._optional(batch, "tools", locations)
-        variables = self._optional(batch, VARIABLES, locations)
-        systems = self._optional(batch, "system", locations)
-        for i, location in enumerate(locations):
-            with errors_of(location):
-                turns = join_prompt(batch[prompt][i], batch[completion][i], (prompt, completion))
-                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
-            note = note or f" (turns are counted from the first one of `{prompt}`)"
-            yield self._encode_chat(turns, location, tools[i], variables[i], note)
+        for location, row in zip(locations, self.read_chats(batch, locations), strict=True):
+            chat = (row.turns, location, row.tools, self.structs, self.chat_format, row.variables, columns)
+            try:
+                yield Document(*encode_chat(self.tokenizer, *chat))
+            except UsageError as error:
+                if not row.note:
+                    raise
+                raise UsageError(f"{error}{row.note}") from error
 
     def _encode_instructions(self, batch: dict[str, list], locations) -> Iterator[Document]:
         """With a chat template as chats, else as prompts in Alpaca's layout with completions."""
-        instructions, outputs = self._texts(batch, ("instruction", "output"), locations)
-        inputs = self._optional(batch, "input", locations)
-        systems = self._optional(batch, "system", locations)
-        for part, texts in (("input", inputs), ("system", systems)):
-            require_text([text or "" for text in texts], self.format.optional.get(part, part), locations)
-        history = self._optional(batch, "history", locations)
-        tools = [read_tools(value) for value in self._optional(batch, "tools", locations)]
-        variables = self._optional(batch, VARIABLES, locations)
-        if not self._has_template:
-            for i, location in enumerate(locations):
-                _refuse_without_template(location, history=history[i], tools=tools[i])
-            rows = zip(instructions, inputs, systems, strict=True)
-            yield from self._encode_completions([lay_out_instruction(*row) for row in rows], outputs)
+        if self._has_template:
+            yield from self._encode_chats(batch, locations)
             return
-        column = self.format.optional.get("system", "")
-        for i, location in enumerate(locations):
-            with errors_of(location):
-                turns, note = read_instruction(instructions[i], inputs[i], outputs[i], history[i], systems[i], column)
-            yield self._encode_chat(turns, location, tools[i], variables[i], note)
+        prompts = self.lay_out_instructions(batch, locations)
+        yield from self._encode_completions(prompts, batch[self.format.required["output"]])
 
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
@@ -286,6 +243,75 @@ class Encoder:
             raise UsageError(
                 f"{location}: `{name}` holds {min(ids)} to {max(ids)}: ids must be 0 to {self.vocab_size - 1}"
             )
+
+    # ---- rows as chats, and as prompts -------------------------------------------------------------------------------
+
+    def read_chats(self, batch: dict[str, list], locations) -> Iterator[ChatRow]:
+        """Yield each row of the chosen format, one of chats (`reads_chats`), as turns, tools and variables."""
+        readers = {
+            "messages": self._read_messages,
+            "conversations": self._read_messages,
+            "pairs of chats": self._read_pairs,
+            "instructions": self._read_instructions,
+        }
+        return readers[self.format.name](batch, locations)
+
+    def _optional(self, batch: dict[str, list], part: str, locations) -> list:
+        """Return the column of a part that rows may lack; None for each row if there is none."""
+        return batch.get(self.format.optional.get(part, "")) or [None] * len(locations)
+
+    def _read_messages(self, batch: dict[str, list], locations) -> Iterator[ChatRow]:
+        column = self.format.required["messages"]
+        is_sharegpt = self.format.name == "conversations"
+        tools = self._optional(batch, "tools", locations)
+        variables = self._optional(batch, VARIABLES, locations)
+        systems = self._optional(batch, "system", locations)
+        for i, location in enumerate(locations):
+            with errors_of(location, f"`{column}`"):
+                turns = read_turns(batch[column][i], other_roles=is_sharegpt)
+                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
+            yield ChatRow(turns, read_tools(tools[i]) if is_sharegpt else tools[i], variables[i], note)
+
+    def _read_pairs(self, batch: dict[str, list], locations) -> Iterator[ChatRow]:
+        prompt, completion = (self.format.required[part] for part in ("prompt", "completion"))
+        tools = self._optional(batch, "tools", locations)
+        variables = self._optional(batch, VARIABLES, locations)
+        systems = self._optional(batch, "system", locations)
+        for i, location in enumerate(locations):
+            with errors_of(location):
+                turns = join_prompt(batch[prompt][i], batch[completion][i], (prompt, completion))
+                turns, note = with_system(turns, systems[i], self.format.optional.get("system", ""))
+            note = note or f" (turns are counted from the first one of `{prompt}`)"
+            yield ChatRow(turns, tools[i], variables[i], note)
+
+    def _read_instructions(self, batch: dict[str, list], locations) -> Iterator[ChatRow]:
+        instructions, outputs, inputs, systems = self._texts_of_instructions(batch, locations)
+        history = self._optional(batch, "history", locations)
+        tools = [read_tools(value) for value in self._optional(batch, "tools", locations)]
+        variables = self._optional(batch, VARIABLES, locations)
+        column = self.format.optional.get("system", "")
+        for i, location in enumerate(locations):
+            with errors_of(location):
+                turns, note = read_instruction(instructions[i], inputs[i], outputs[i], history[i], systems[i], column)
+            yield ChatRow(turns, tools[i], variables[i], note)
+
+    def lay_out_instructions(self, batch: dict[str, list], locations) -> list[str]:
+        """Return what stands before the output of each row of instructions, for a tokenizer without a chat template."""
+        instructions, _, inputs, systems = self._texts_of_instructions(batch, locations)
+        history = self._optional(batch, "history", locations)
+        tools = [read_tools(value) for value in self._optional(batch, "tools", locations)]
+        for i, location in enumerate(locations):
+            _refuse_without_template(location, history=history[i], tools=tools[i])
+        return [lay_out_instruction(*row) for row in zip(instructions, inputs, systems, strict=True)]
+
+    def _texts_of_instructions(self, batch: dict[str, list], locations) -> tuple[list, list, list, list]:
+        """Return the columns of instructions, outputs, inputs and systems, all of them text."""
+        instructions, outputs = self._texts(batch, ("instruction", "output"), locations)
+        inputs = self._optional(batch, "input", locations)
+        systems = self._optional(batch, "system", locations)
+        for part, texts in (("input", inputs), ("system", systems)):
+            require_text([text or "" for text in texts], self.format.optional.get(part, part), locations)
+        return instructions, outputs, inputs, systems
 
 
 def describe_format(format: Format, has_template: bool) -> str:

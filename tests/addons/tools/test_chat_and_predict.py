@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+from addons.tools.predict import prompt_of_row
+from engine.config.errors import UsageError
+from engine.models.prompts import last_answer
 from tests.helpers import kit
 
 TURNS = [{"role": "user", "content": "one red"}, {"role": "assistant", "content": "cat"}]
@@ -150,6 +154,7 @@ def test_default_output_is_in_the_run_folder(trained, tmp_path):
         ({"prompt": 3}, "line 2: `prompt` holds int"),
         ({"prompt": "one", "prediction": "x"}, "line 2: .*`prediction`"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "line 2: .*gpt"),
+        ({"messages": json.dumps(TURNS)}, "line 2: `messages` holds str"),
         ({"prompt": "red " * 400}, "line 2: .*256 positions"),
     ],
 )
@@ -163,6 +168,84 @@ def test_bad_rows_are_named_and_nothing_is_written(trained, tmp_path, row, words
     assert "rows.jsonl, " in texts[0]
     assert re.search(words, " ".join(texts[0].split())), texts[0]
     assert not output.exists()
+
+
+WRITTEN = "{{ mode or '' }}{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + kit.CHATML
+SHAREGPT = [{"from": "human", "value": "one red"}, {"from": "gpt", "value": "cat"}]
+TOOLS = [{"type": "function", "function": {"name": "fox", "description": "", "parameters": {}}}]
+
+
+def open_task(folder, row: dict, template: str = WRITTEN, **fields):
+    """Return a task that trains on a row, and the tokens before the answer that it trains on."""
+    texts = ["one two five red fox the cat user assistant system be think"] * 9
+    task, splits = kit.open_data(
+        train_file=kit.write_jsonl(folder / "train.jsonl", [row] * 2),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", texts, chat_template=template),
+        model_config=kit.write_yaml(folder / "model.yaml", kit.LLAMA),
+        **fields,
+    )
+    [trained] = splits["train"].rows(np.array([0]))
+    return task, last_answer(trained["input_ids"], trained["labels"]).ids
+
+
+@pytest.mark.parametrize(
+    "fields, row",
+    [
+        ({}, {"messages": TURNS, "chat_template_kwargs": {"mode": "fox"}}),
+        ({"chat_template_kwargs": '{"mode": "the"}'}, {"messages": TURNS, "chat_template_kwargs": {"mode": "fox"}}),
+        ({"chat_template_kwargs": '{"mode": "the"}'}, {"messages": TURNS}),
+        ({}, {"messages": SHAREGPT, "tools": json.dumps(TOOLS)}),
+        ({"system_column": "sys"}, {"messages": TURNS, "sys": "be"}),
+        ({"messages_column": "conv"}, {"conv": SHAREGPT, "system": "be", "tools": [TOOLS[0]["function"]]}),
+        ({}, {"conversations": SHAREGPT, "text": "two"}),
+        ({"tools_column": "fns"}, {"prompt": TURNS[:1], "completion": TURNS[1:], "fns": TOOLS}),
+        ({"system_column": "system"}, {"prompt": TURNS[:1], "completion": "cat", "system": "be"}),
+        ({}, {"prompt": "one red", "completion": TURNS[1:]}),
+        ({}, {"prompt": "one red", "completion": " cat"}),
+        ({"prompt_column": "question", "completion_column": "answer"}, {"question": TURNS[:1], "answer": TURNS[1:]}),
+        ({}, {"instruction": "one", "input": "red", "output": "cat", "history": [["two", "fox"]], "system": "be"}),
+        ({}, {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}),
+    ],
+)
+def test_a_row_is_answered_after_what_stands_before_its_answer_in_training(tmp_path, fields, row):
+    if "text" in row:  # training reads it first
+        task, expected = open_task(tmp_path, {key: value for key, value in row.items() if key != "text"}, **fields)
+    else:
+        task, expected = open_task(tmp_path, row, **fields)
+    assert prompt_of_row(row, task, "here").ids == expected
+    asked = {key: value for key, value in row.items() if key not in ("completion", "answer", "output")}
+    for column in {"messages", "conv", "conversations"} & asked.keys():
+        asked[column] = asked[column][:1]
+    if "input_ids" not in row and row.get("completion") != TURNS[1:]:  # without turns a text is continued
+        assert prompt_of_row(asked, task, "here").ids == expected
+    if asked.get("prompt") == TURNS[:1]:
+        assert prompt_of_row(asked | {"prompt": TURNS}, task, "here").ids == expected
+
+
+def test_every_format_of_a_chat_has_the_same_prompt_under_a_template_with_reasoning(tmp_path):
+    """The mutant takes the prompt of a prepared row, in which an empty block of reasoning stands before the answer."""
+    rows = [{"messages": TURNS}, {"conversations": SHAREGPT}, {"instruction": "one red", "output": "cat"}]
+    task, in_training = open_task(tmp_path, rows[0], chat_template="qwen3")
+    prompts = [prompt_of_row(row, task, "here").ids for row in rows]
+    decode = task.generation.tokenizer.decode
+    assert prompts == [prompts[0]] * 3
+    assert decode(prompts[0]).endswith("assistant\n")
+    assert decode(in_training) == decode(prompts[0]) + "<think>\n\n</think>\n\n"
+    without = rows[0] | {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of_row(without, task, "here").ids == in_training
+
+
+def test_variables_of_a_row_that_are_none_are_refused(tmp_path):
+    task, _ = open_task(tmp_path, {"messages": TURNS})
+    with pytest.raises(UsageError, match=r"line 2: .*`chat_template_kwargs` of the row is int"):
+        prompt_of_row({"messages": TURNS, "chat_template_kwargs": 3}, task, "line 2")
+
+
+def test_a_text_before_answers_of_turns_is_a_chat(tmp_path):
+    """As task preference trains on it."""
+    task, expected = open_task(tmp_path, {"messages": TURNS})
+    row = {"prompt": "one red", "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "fox"}]}
+    assert prompt_of_row(row, task, "here").ids == expected
 
 
 def test_a_task_that_does_not_generate_is_refused(trained, tmp_path):

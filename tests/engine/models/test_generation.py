@@ -64,6 +64,8 @@ def test_answers_end_at_the_token_that_ends_a_turn(tokenizer, tmp_path):
     generation = Generation(options, tokenizer, model.config)
     prompt = generation.read_prompt([{"role": "user", "content": "one"}], "here")
     assert tokenizer.decode(prompt.ids) == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo "
+    of_row = generation.read_prompt([{"role": "user", "content": "one"}], "here", of_row={"thinks": "one ", "no": 1})
+    assert tokenizer.decode(of_row.ids).endswith("assistant\none ")
     inputs = generation.inputs([prompt, generation.read_prompt("one two", "here")])
     assert inputs["attention_mask"].sum(1).tolist() == [len(prompt.ids), len(tokenizer("one two")["input_ids"])]
     assert inputs["attention_mask"][1, -1] == 1  # padding is on the left
