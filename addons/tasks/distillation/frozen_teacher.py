@@ -16,7 +16,13 @@ from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.models.build_model import build_model
 from engine.models.compile_and_recompute import recompute_activations
-from engine.models.config_and_tokenizer import check_fit, load_tokenizer, pretrained_config, vocabulary_size
+from engine.models.config_and_tokenizer import (
+    CONFIG_OF_ADAPTER,
+    check_fit,
+    load_tokenizer,
+    pretrained_config,
+    vocabulary_size,
+)
 from engine.models.model_checks import check_packing, has_plain_lm_head
 from engine.models.new_tokens import new_ids, with_new_ids
 from engine.process import private_apis
@@ -154,6 +160,11 @@ class FrozenModel:
         for candidate in (folder, folder / "final"):
             if (candidate / "config.json").exists():
                 return candidate
+        if any((candidate / CONFIG_OF_ADAPTER).exists() for candidate in (folder, folder / "final")):
+            raise UsageError(
+                f"{self.role}_name_or_path: {folder} holds an adapter without its model: train that run with merge: true, and "
+                "give its final/, where both are one model"
+            )
         raise UsageError(
             f"{self.role}_name_or_path: {folder} holds no model, and no final/ with one: give "
             f"--{self.role}_name_or_path FOLDER, the folder of a model or of a finished run"

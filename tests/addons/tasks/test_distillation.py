@@ -70,6 +70,12 @@ def test_teacher_that_does_not_fit_is_refused(folder, tmp_path):
         kit.open_data(task="distillation", model_config=folder / "model.yaml", train_file=folder / "train.jsonl")
     with pytest.raises(UsageError, match=r"teacher_name_or_path: .* holds no model"):
         opened(folder, tmp_path)
+    adapter = tmp_path / "run" / "final"  # as a run with merge: false leaves it
+    adapter.mkdir(parents=True)
+    (adapter / "model_config.json").write_text("{}")
+    for given in (adapter, adapter.parent):
+        with pytest.raises(UsageError, match="holds an adapter without its model: train that run with merge: true"):
+            opened(folder, given)
     other = kit.save_model(tmp_path / "other", kit.GPT2 | {"vocab_size": 77})
     with pytest.raises(UsageError, match="a vocabulary of 77 tokens, but the trained model has 500"):
         opened(folder, other)
