@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.config.addons import used_addons
+from engine.config.errors import UsageError
 from engine.models import base_model
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Task:
 
         Only a task with an attribute `generation` needs it; see engine/models/generation.py. `settings` are those of
         transformers' `generate`."""
-        raise NotImplementedError
+        raise UsageError(f"task {self.cfg.task} does not answer prompts: give it a method `answer` (engine/task.py)")
 
     def answer_metrics(self, answers: list[str], references: list[str]) -> dict[str, float]:
         """Return the metrics of generated answers, given the expected ones."""

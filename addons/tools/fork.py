@@ -147,7 +147,7 @@ def needs(addon: str) -> list[str]:
 
 def names_one(file: str, gone: set[str]) -> bool:
     """Return whether a run file names one of these add-ons: by its task, a technique, an optimizer or a field."""
-    if not re.fullmatch(r"configs/\w+\.yaml", file):
+    if not re.fullmatch(r"configs/[\w.]+\.yaml", file):
         return False
     values = read_yaml(REPOSITORY / file)
     fields = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
