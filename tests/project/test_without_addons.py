@@ -228,7 +228,7 @@ def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
     assert "configs/stdlib_lm.yaml" in python(core, "train.py", *flags).splitlines()[1]
     assert not (core / "data").exists()  # the sample is not written into the clone
     alone, full = core / "runs" / "stdlib_lm", tmp_path / "full"
-    assert "runs/stdlib_lm" in python(core, "eval.py", "--cache_dir", tmp_path / "cache").splitlines()[0]
+    assert "runs/stdlib_lm" in python(core, "eval.py", "--cache_dir", tmp_path / "cache").splitlines()[1]
     python(kit.REPOSITORY, "train.py", *flags, "--output_dir", full)
     assert kit.timeless(alone) == kit.timeless(full)
     assert kit.same(kit.Run(alone).weights, kit.Run(full).weights)
