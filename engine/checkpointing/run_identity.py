@@ -135,6 +135,8 @@ def _changes(
     schemas = (config_type([*names, *vars(cfg)]), type(options))
     was = _fields(state["config"], schemas) | state["identity"]
     now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
+    if now["plan_version"] is None:  # that of the run
+        now["plan_version"] = was["plan_version"]
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
     may_change = _may_change(cfg, schemas, was, now)
     length = {name: state["config"].get(name) for name in LENGTH}
