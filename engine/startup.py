@@ -62,8 +62,10 @@ def begin(is_training=False, has_help=True):
 
         show_schema(OPTIONS)
     if has_help and os.environ.get("RANK", "0") == "0":
-        sys.stdout.write("Importing torch, transformers and datasets: some seconds\n")
-        sys.stdout.flush()
+        from contextlib import suppress
+
+        with suppress(OSError):  # a full disk of the output does not end a run
+            os.write(1, b"Importing torch, transformers and datasets: some seconds\n")
 
 
 def _check_installation():
