@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from engine.checkpointing import locate_weights, run_identity
+from engine.checkpointing import locate_weights, resume, run_identity
 from engine.config.errors import UsageError
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
+from engine.distributed.backends import make_backend
+from engine.distributed.init_accelerator import init_accelerator
 from engine.task_registry import OPTIONS
 from src.training.schedules import has_same_rates
 from tests.engine.checkpointing import recipe
@@ -302,3 +305,20 @@ def test_a_run_with_equal_counts_resumes_with_them(tiny, tmp_path):
     assert yaml.safe_load((runs["resumed"].folder / "config.yaml").read_text())["plan_version"] == 1
     assert kit.same(runs["resumed"].weights, whole.weights)
     assert not kit.same(runs["mutant"].weights, whole.weights)
+
+
+def _find_start_with_the_plan_of_the_rank(values: dict) -> str:
+    task, splits = kit.open_data(**values)
+    cfg = dataclasses.replace(task.cfg, plan_version=1 + int(os.environ["RANK"]))
+    backend = make_backend(init_accelerator(cfg), cfg)
+    assert backend.accelerator.num_processes == 2
+    with pytest.raises(UsageError) as refused:
+        resume.find_start(cfg, backend, task, splits, has_same_rates)
+    return str(refused.value)
+
+
+def test_ranks_with_other_plans_are_refused(tiny, tmp_path):
+    """One of them has not seen the checkpoint of an earlier run. All ranks end."""
+    values = recipe.values(tiny) | {"output_dir": tmp_path / "run"}
+    texts = kit.spawn(2, _find_start_with_the_plan_of_the_rank, values, out=tmp_path / "out")
+    assert ["plan_version: ranks have 1 and 2" in text for text in texts] == [True, True]
