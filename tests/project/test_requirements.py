@@ -1,5 +1,6 @@
 """pyproject.toml, uv.lock and the requirements name the same versions."""
 
+import ast
 import runpy
 import tomllib
 
@@ -28,3 +29,20 @@ def test_pins_are_the_locked_versions_within_their_ranges(file):
     for name, version in pinned.items():
         assert version == locked[name], f"{name}: run `make lock`"
         assert ranges[name].contains(version), name
+
+
+def test_lint_does_not_depend_on_extra_packages():
+    """pyrefly treats as Any each extra package that the code imports; else `make lint` fails where it is not installed."""
+    extras = {Requirement(requirement).name for requirement in RANGES["requirements-extra.txt"]}
+    imported = set()
+    for folder in PROJECT["tool"]["pyrefly"]["project-includes"]:
+        files = [REPOSITORY / folder] if folder.endswith(".py") else (REPOSITORY / folder).rglob("*.py")
+        for file in files:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {name.name.split(".")[0] for name in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    imported.add(node.module.split(".")[0])
+    skipped = {name.removesuffix(".*") for name in PROJECT["tool"]["pyrefly"]["replace-imports-with-any"]}
+    assert extras & imported <= skipped
+    assert {"torchao", "peft"} <= extras & imported
