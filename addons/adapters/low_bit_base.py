@@ -1,7 +1,7 @@
 """A base model in 4 or 8 bits under an adapter (QLoRA), by the package bitsandbytes: `load_in_4bit`, `load_in_8bit`.
 
 The base is built in `dtype`, and its linear layers are then quantized on the CPU, so it has the same bits on every
-device. This file comes before peft.py by its name: add-ons change a model in this order.
+device. This file comes before peft/ by its name: add-ons change a model in this order.
 Tests: tests/addons/adapters/test_low_bit_base.py.
 """
 

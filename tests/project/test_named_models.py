@@ -34,7 +34,12 @@ def files(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+def runs():
+    """The names of the run files; those with an adapter need extra packages."""
+    return [name if full else pytest.param(name, marks=pytest.mark.cluster) for name, (*_, full) in MODELS.items()]
+
+
+@pytest.mark.parametrize("name", runs())
 def test_plan_has_the_published_parameters(files, tmp_path, monkeypatch, capsys, name):
     """Without the network, and without memory for the weights."""
     model, parameters, is_full = MODELS[name]

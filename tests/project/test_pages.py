@@ -34,6 +34,21 @@ def test_page_of_support_is_that_of_the_lists():
     assert not missing, "run benchmarks/support.py"
 
 
+def marks_of_a_merge(text: str) -> list[str]:
+    """Return the lines that git leaves where two sides have changed the same lines."""
+    return re.findall(r"^(?:<{7}|>{7}|\|{7}) .*", text, re.M)
+
+
+def test_no_page_holds_marks_of_a_merge():
+    """Python files with some do not even run; pages and settings do not say it."""
+    folders = ("addons", "configs", "accelerate_configs", "docs", "engine", "samples", "src", "tests")
+    pages = [*kit.REPOSITORY.glob("*.*"), *(path for name in folders for path in (kit.REPOSITORY / name).rglob("*.*"))]
+    pages = [path for path in pages if path.suffix in (".md", ".yaml", ".json", ".toml", ".txt", ".mk", ".jinja")]
+    assert len(pages) > 50
+    assert {path.name: found for path in pages if (found := marks_of_a_merge(path.read_text()))} == {}
+    assert marks_of_a_merge("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> 1234567 (d)\n")
+
+
 def test_every_task_has_a_recipe():
     assert test_task.tasks_without_recipe() == set(), "add a function, and its name to RECIPES"
     kit.need_addon("tasks")

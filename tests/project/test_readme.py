@@ -57,21 +57,40 @@ def test_commands_of_train_py(command):
     assert "learning rate" in shell(command)
 
 
+RUN_FILES = sorted((kit.REPOSITORY / "configs").glob("*.yaml"))
+WITH_ADAPTER = [path for path in RUN_FILES if re.search(r"^peft:", path.read_text(), re.M)]
+
+
+def check_run_file(path):
+    """The run file is valid, and begins with its command."""
+    try:
+        validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
+    except UsageError as error:
+        if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
+            raise
+    if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
+        first, _, rest = path.read_text().partition("\n")
+        assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+        assert first.endswith(f"train.py --config configs/{path.name}")
+        assert "# yaml-language-server: $schema=schema.json\n" in rest
+
+
 def test_run_files_are_valid_and_begin_with_their_command():
     assert any(HUB in command for command in COMMANDS)
-    for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
-        if path.name == "lora_hub.yaml":
-            continue  # tests/addons/adapters/test_peft.py checks it: it needs the package peft
-        try:
-            validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
-        except UsageError as error:
-            if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
-                raise
-        if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
-            first, _, rest = path.read_text().partition("\n")
-            assert first.startswith("# accelerate launch --config_file accelerate_configs/")
-            assert first.endswith(f"train.py --config configs/{path.name}")
-            assert "# yaml-language-server: $schema=schema.json\n" in rest
+    for path in RUN_FILES:
+        if path not in WITH_ADAPTER:
+            check_run_file(path)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("path", WITH_ADAPTER, ids=lambda path: path.stem)
+def test_run_files_of_adapters_are_valid(path):
+    pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-extra.txt")
+    if "load_in_" in path.read_text():
+        pytest.importorskip(
+            "bitsandbytes", reason="bitsandbytes is not installed: pip install -r requirements-extra.txt"
+        )
+    check_run_file(path)
 
 
 def test_readme_shows_the_step_of_train_py():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from addons.adapters import peft as addon
+from addons.adapters.peft import merging
 from engine.checkpointing import model_folder
 from engine.config.errors import UsageError
 from engine.loop.model_with_loss import ModelWithLoss
@@ -61,7 +62,7 @@ def test_experts_are_merged_layer_by_layer(tmp_path, monkeypatch):
     """transformers divides the experts again when it saves them; final/ is of several files here."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(addon, "MERGED_AT_ONCE", 1)
+    monkeypatch.setattr(merging, "MERGED_AT_ONCE", 1)
     base = kit.save_model(tmp_path / "base", MIXTRAL)
     task, inputs = open_task(tmp_path, MIXTRAL, EXPERTS, model_name_or_path=base)
     model = trained(task, inputs)

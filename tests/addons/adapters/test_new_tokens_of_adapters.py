@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from addons.adapters import peft as addon
+from addons.adapters.peft import injection
 from engine.config.errors import UsageError
 from tests.helpers import kit
 
@@ -68,7 +68,7 @@ def test_rows_of_new_tokens_are_trained_and_no_others(folder, name):
 
 
 def test_mutant_leaves_new_rows_untrained(folder, monkeypatch):
-    monkeypatch.setattr(addon, "_train_new_tokens", lambda *_: None)
+    monkeypatch.setattr(injection, "_train_new_tokens", lambda *_: None)
     assert moved(folder, "untied")[0] == [False, False]
 
 

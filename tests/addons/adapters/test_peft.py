@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import save_file
 
 from addons.adapters import peft as addon
+from addons.adapters.peft import merging, options
 from engine.checkpointing import model_folder
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.addons import run_config
@@ -284,7 +285,7 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     start = folder / "start"
     task.build().save_pretrained(start)
-    monkeypatch.setattr(addon, "MERGED_AT_ONCE", 1)  # in several files
+    monkeypatch.setattr(merging, "MERGED_AT_ONCE", 1)  # in several files
     assert addon.Peft(task.cfg.peft).change_final_model(folder, task)
     assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
@@ -366,7 +367,7 @@ def test_learned_temperature_is_trained(tmp_path):
 def test_field_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft.mapping", None)
     with pytest.raises(UsageError, match="pip install peft"):
-        addon.read_options({"type": "lora"})
+        options.read_options({"type": "lora"})
 
 
 @pytest.fixture

@@ -1,0 +1,134 @@
+"""Adapters (LoRA and others of the package peft) around any model: the field `peft`.
+
+A checkpoint holds what is trained (adapter.safetensors) and the identity of the base model, but no weight of that
+(engine/models/base_model.py). Tests: tests/addons/adapters/.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from addons.adapters.peft.files import ADAPTER, CONFIG_FILE, adapter_files
+from addons.adapters.peft.injection import add_adapter
+from addons.adapters.peft.merging import write_adapter_alone, write_merged
+from addons.adapters.peft.options import read_options
+from engine.checkpointing.locate_weights import locate_weights
+from engine.checkpointing.tensor_files import file_name, write_tensors
+from engine.config.add_on import AddOn
+from engine.config.errors import UsageError
+from engine.config.option import option
+from engine.config.paths import locate
+from engine.models.base_model import read_base
+from engine.models.config_and_tokenizer import named_base
+from engine.storage.jsonl import read_json
+
+
+@dataclass(frozen=True)
+class Peft(AddOn):
+    peft: dict | None = option(
+        "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
+        "are those of the package peft (docs/techniques.md)",
+        group="model",
+        from_checkpoint=True,
+    )
+    merge: bool | None = option(
+        "write the merged model to final/, with the adapter in final/adapter/ (default: true); false: the adapter alone",
+        may_change_on_resume=True,
+        is_rare=True,
+    )
+
+    def errors(self, cfg: Any, training: bool) -> Iterator[str]:
+        """Yield the error of the field `peft`, if there is one."""
+        if self.peft is None:
+            yield f"merge is {str(self.merge).lower()}, but there is no adapter to merge: give peft, or remove it"
+            return
+        try:
+            read_options(self.peft)
+        except UsageError as error:
+            yield str(error)
+
+    def complete(self, cfg: Any) -> dict[str, Any]:
+        """Return the base model that an adapter of another program names, if the run file names no model."""
+        folder = Path(locate(cfg.init_from)) if cfg.init_from else None
+        if folder is None or cfg.model_name_or_path or cfg.model_config or not (folder / CONFIG_FILE).exists():
+            return {}
+        revision = read_json(folder / CONFIG_FILE).get("revision")
+        return {"model_name_or_path": named_base(folder)} | ({"model_revision": revision} if revision else {})
+
+    @classmethod
+    def names_elsewhere(cls) -> dict[str, str]:
+        """Return a field of axolotl."""
+        return {"lora_r": "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"}
+
+    def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
+        """Inject the adapter into the part of the model that is trained."""
+        add_adapter(task, model, weights, empty)
+
+    def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+        """Return the line of the plan that says whether the adapter is a new one."""
+        folder = task.adapter_folder
+        if folder is None and cfg.dry_run and cfg.init_from:  # the model of a dry run has no weights
+            weights = locate_weights(cfg.init_from, "init_from")
+            folder = weights if adapter_files(weights) else None
+        base = cfg.init_from or cfg.model_name_or_path or "random weights"
+        return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
+
+    def names_of_base(self, model: torch.nn.Module) -> set[str]:
+        """Return the names that the tensors of the base model have below the adapter; none if it is merged."""
+        return set(vars(model).get("base_names", ()))
+
+    def has_trained(self, folder: Path) -> bool:
+        """Return whether a checkpoint or final/ has an adapter."""
+        return bool(adapter_files(folder))
+
+    def write_own_tensors(
+        self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+    ) -> dict[str, torch.Tensor]:
+        """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names.
+
+        If checkpoints leave out the base model, all `tensors` are trained or changed by training: write them."""
+        if "base_names" not in vars(model):
+            return tensors  # the adapter is merged
+        base: dict[str, str] = vars(model)["base_names"]
+        if read_base(folder) is not None:
+            base = {}
+        adapter = {name: value for name, value in tensors.items() if name not in base}
+        if adapter or world == 1:
+            write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+        return {base[name]: value for name, value in tensors.items() if name in base}
+
+    def writes_base(self) -> bool:
+        """Return whether final/ holds the merged model."""
+        return self._merges()
+
+    def _merges(self) -> bool:
+        return self.merge is not False
+
+    def change_final_model(self, folder: Path, task: Any) -> bool:
+        """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft; or with merge: false,
+        write the adapter alone, in the format of peft.
+
+        Costs the memory of one more model on the host."""
+        task = copy.copy(task)  # building a model sets attributes of its task
+        if self._merges() or read_base(folder) is None:
+            write_merged(task, folder)
+        else:
+            write_adapter_alone(task, folder)
+        return True
+
+    def model_card(self, cfg: Any) -> str:
+        """Return the paragraph of the model card about the adapter."""
+        options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
+        if not self._merges():
+            return (
+                f"\nAn adapter ({options}) without its base model: `AutoPeftModelForCausalLM.from_pretrained` of the package peft, "
+                "or the class of its task, loads both.\n"
+            )
+        return (
+            f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
+            "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
+        )

@@ -1,0 +1,130 @@
+"""The model in final/: merged with its adapter, or the adapter alone.
+
+Tests: tests/addons/adapters/test_adapter_models.py, tests/addons/adapters/test_adapter_formats.py.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from addons.adapters.peft.files import ADAPTER, adapter_files, trained_tensors, write_in_format_of_peft
+from addons.adapters.peft.injection import WRAPPED, add_adapter
+from engine.checkpointing.model_folder import write_model
+from engine.checkpointing.tensor_files import write_index, write_tensors
+from engine.config.addons import first_answer, used_addons
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
+
+MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
+UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer
+
+
+@torch.no_grad()
+def write_merged(task: Any, folder: Path) -> None:
+    """Merge the adapter in `folder` into its base model; write that model, and the adapter as peft does to FOLDER/adapter.
+
+    adapter.safetensors holds what an exact evaluation or further training needs besides the base model."""
+    whole = task.build_base(str(folder))
+    dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in used_addons(task.cfg))
+    tuner = add_adapter(task, whole, folder)
+    trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
+    (folder / ADAPTER).mkdir()
+    exported = trained
+    if task.base_model is None:  # the weights that merging changes are those of the base model
+        base = vars(tuner.model)["base_names"]
+        exported = {name: value for name, value in trained.items() if name not in base}
+    write_in_format_of_peft(task, tuner, folder / ADAPTER, exported)
+    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+        path.unlink()
+    task.base_model = None  # this folder holds the whole model, too
+    base_names = vars(tuner.model).pop("base_names")
+    groups = _groups_of_layers(tuner.model, base_names)
+    parts = folder / "parts"
+    for number, names in enumerate(groups):
+        place = folder if number == 0 else parts
+        place.mkdir(exist_ok=True)
+        tensors = _merge_layers(tuner.model, {name: base_names[name] for name in names})
+        if dtype is not None:
+            tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+        write_model(ModelWithLoss(whole, task), place, tensors, number, len(groups))
+        tensors.clear()
+        _free(tuner.model, names)
+        for file in parts.glob("*.safetensors"):
+            file.rename(folder / file.name)
+    shutil.rmtree(parts, ignore_errors=True)
+    write_index(folder)
+    write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+
+
+def _groups_of_layers(model: torch.nn.Module, base_names: dict[str, str]) -> list[list[str]]:
+    """Return the names of the base model's tensors below the adapter, in groups of at most MERGED_AT_ONCE bytes.
+
+    Layers are not divided: transformers converts some models layer by layer when it saves them."""
+    state = model.state_dict(keep_vars=True)
+    groups: list[list[str]] = [[]]
+    size = 0
+    by_layer: dict[str, list[str]] = {}
+    for name, base_name in base_names.items():
+        match = re.match(r".*?\.\d+(?=\.)", base_name)  # up to the first number, the index of the layer
+        by_layer.setdefault(match[0] if match else "", []).append(name)
+    for names in by_layer.values():
+        of_layer = sum(state[name].nbytes for name in names)
+        if groups[-1] and size + of_layer > MERGED_AT_ONCE:
+            groups.append([])
+            size = 0
+        groups[-1] += names
+        size += of_layer
+    return groups
+
+
+def _merge_layers(model: torch.nn.Module, base_names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Merge the adapter into these layers, in place; return their tensors by the names of the base model.
+
+    `base_names`: {name below the adapter: name in the base model}."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted: dict[str, torch.nn.Module] = {}  # the outermost ones
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in adapted)
+        if not is_inside and (isinstance(module, BaseTunerLayer) or hasattr(module, UNLOAD)):
+            adapted[path] = module
+    tensors: dict[str, torch.Tensor] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    for path, module in adapted.items():
+        if not any(name.startswith(f"{path}.") for name in base_names):
+            continue
+        if hasattr(module, UNLOAD):  # modules_to_save, attention of torch
+            unloaded = getattr(module, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+            replaced |= {f"{WRAPPED.sub('', path)}.{name}": value for name, value in unloaded.state_dict().items()}
+        else:
+            for inner in reversed([part for part in module.modules() if isinstance(part, BaseTunerLayer)]):
+                inner.merge()  # parameters of experts are nested
+    state = model.state_dict()
+    for name, base_name in base_names.items():
+        tensors[base_name] = replaced[base_name] if base_name in replaced else state[name]
+    return tensors
+
+
+def _free(model: torch.nn.Module, names: list[str]) -> None:
+    """Free tensors that are written, so that merging needs the memory of a few layers only."""
+    state = model.state_dict(keep_vars=True)
+    for name in names:
+        if name in state:
+            state[name].data = torch.empty(0, dtype=state[name].dtype)
+
+
+@torch.no_grad()
+def write_adapter_alone(task: Any, folder: Path) -> None:
+    """Replace the adapter in `folder` by one in the format of peft, which names its base model.
+
+    Beside a config.json, `from_pretrained` would want weights: the configuration gets another name."""
+    whole = task.build_base(str(folder))
+    tuner = add_adapter(task, whole, folder)
+    trained = trained_tensors(task, tuner.model)
+    for path in adapter_files(folder):
+        path.unlink()
+    write_in_format_of_peft(task, tuner, folder, trained)
+    (folder / "config.json").rename(folder / CONFIG_OF_ADAPTER)
