@@ -13,6 +13,7 @@ from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
 from engine.text.row_formats import join_prompt, read_answer
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
+PROMPT = "prompt"
 SIDES = ("chosen", "rejected")
 
 
@@ -26,14 +27,16 @@ class PairEncoder:
         self.all_tokens = all_tokens
         columns = examples.column_names
         self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
-        self.chat = any(holds_turns((examples.features or {}).get(name)) for name in ("prompt", *SIDES))
-        self.needed = [name for name in ("prompt", *SIDES) if name in columns or not (self.chat and name == "prompt")]
+        # LLaMA-Factory's pairs have the turns before the answer in `conversations`.
+        self.prompt = prompt = "conversations" if PROMPT not in columns and "conversations" in columns else PROMPT
+        self.chat = any(holds_turns((examples.features or {}).get(name)) for name in (prompt, *SIDES))
+        self.needed = [name for name in (prompt, *SIDES) if name in columns or not (self.chat and name == prompt)]
         if missing := [name for name in self.needed if name not in columns]:
             raise UsageError(
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
-        self.optional = ["prompt", *OF_CHATS] if self.chat else []
+        self.optional = [prompt, *OF_CHATS] if self.chat else []
         beside = [name for name in OF_CHATS if self.chat and name in columns]
         self.needed += beside
         warn_of_ignored(columns, self.needed, split)
@@ -73,18 +76,20 @@ class PairEncoder:
     def _sequences(self, batch: dict[str, list], side: str, locations) -> dict[str, list]:
         """Return the prompts with the completions of one side, in the columns that the encoder reads."""
         if self.chat:
-            prompts = batch.get("prompt") or [None] * len(batch[side])
+            prompts = batch.get(self.prompt) or [None] * len(batch[side])
             chats = []
             for prompt, turns, location in zip(prompts, batch[side], locations, strict=True):
                 with errors_of(location):
-                    chats.append(_chat(prompt, turns, side))
+                    chats.append(_chat(prompt, turns, (self.prompt, side)))
             return {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
         require_text(batch[side], side, locations)
-        return {"prompt": batch["prompt"], "completion": batch[side]}
+        return {"prompt": batch[self.prompt], "completion": batch[side]}
 
 
-def _chat(prompt: Any, answer: Any, side: str) -> list[dict]:
-    """Return a whole chat: the prompt, if the row has one, and the answer, either of them text or turns."""
+def _chat(prompt: Any, answer: Any, names: tuple[str, str]) -> list[dict]:
+    """Return a whole chat: the prompt, if the row has one, and the answer, either of them text or turns.
+
+    `names`: the columns of both."""
     if prompt:
-        return join_prompt(prompt, answer, ("prompt", side))
-    return read_answer(answer, side)
+        return join_prompt(prompt, answer, names)
+    return read_answer(answer, names[1])

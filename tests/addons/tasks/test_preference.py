@@ -121,6 +121,15 @@ LAST = {"role": "user", "content": "on"}
             "chosen": [{"from": "gpt", "value": "sat"}],
             "rejected": "ran over",
         },
+        {  # as LLaMA-Factory has pairs
+            "conversations": [
+                {"from": "human", "value": "the cat"},
+                {"from": "gpt", "value": "sat"},
+                {"from": "human", "value": "on"},
+            ],
+            "chosen": {"from": "gpt", "value": "sat"},
+            "rejected": {"from": "gpt", "value": "ran over"},
+        },
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
