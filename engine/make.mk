@@ -114,7 +114,7 @@ test-addons: .venv/done ## test the add-ons: all, or with ARGS=tests/addons/task
 test-gpu: .venv/done ## test what needs a GPU
 	$(VENV)/python -m pytest tests/gpu -n 4 -v -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 
-test-cluster: .venv/done ## test core and add-ons on FSDP2, HSDP, ZeRO, two nodes, launchers, a real Slurm, extra packages; skips what is not installed
+test-cluster: .venv/done ## test core and add-ons on FSDP2, HSDP, ZeRO, two nodes, launchers, a real Slurm, extra packages, slow runs; skips what is not installed
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting

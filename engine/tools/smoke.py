@@ -120,9 +120,20 @@ def launch(words: list[str], folder: Path) -> None:
 
 
 def run_command(words: list[str], env: dict[str, str]) -> int:
-    """Return the exit code of a command. When this process is to stop, end the command first."""
+    """Return the exit code of a command. When this process is to stop, end the command first.
+
+    A signal that comes while the command starts waits until there is a process to end."""
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append(number))
     process = subprocess.Popen(words, env=env)
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
         return process.wait()
     except Stopped:
         process.terminate()

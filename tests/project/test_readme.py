@@ -31,6 +31,7 @@ def shell(command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.cluster
 def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
     """Two processes train four steps on a file of one's own and evaluate 40 rows; one process evaluates them again."""
     assert COMMANDS[:3] == ["make train", "make test", "make eval"]

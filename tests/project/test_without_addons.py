@@ -222,6 +222,7 @@ def python(folder: Path, *words, code: int = 0) -> str:
     return done.stderr if code else done.stdout
 
 
+@pytest.mark.cluster
 def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
     """Without arguments, the sample of the README's first command; eval.py takes the newest run."""
     flags = [*SHORT, "--cache_dir", str(tmp_path / "cache")]
@@ -240,6 +241,7 @@ def test_core_alone_passes_its_fast_tests(core):
     assert " passed" in python(core, "-m", "pytest", "-x", "-q", *SELECTION)
 
 
+@pytest.mark.cluster
 def test_all_tests_of_the_core_are_collected(core):
     assert "error" not in python(core, "-m", "pytest", "--collect-only", "-q", "tests").splitlines()[-1]
 

@@ -111,6 +111,7 @@ def test_mutant_field_without_option_is_named(fields, capsys, text, sentence):
     assert f"error: {sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.cluster
 def test_own_fields_are_saved_and_compared_at_resume(fields, tmp_path):
     """In a copy of the repository. One that decides the numbers may not change; eval.py takes what a checkpoint may say."""
     ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "results")

@@ -68,7 +68,10 @@ def begins_without_targets(tiny, tmp_path_factory) -> dict:
     return tiny | {"train_file": kit.write_jsonl(folder / "rows.jsonl", rows)}
 
 
-@pytest.mark.parametrize("case", ["", "hard_examples", "no targets before", "the last step", "stream"])
+SLOW = [pytest.param(case, marks=pytest.mark.cluster) for case in ("hard_examples", "stream")]
+
+
+@pytest.mark.parametrize("case", ["", "no targets before", "the last step", *SLOW])
 def test_three_ranks_resume_bitwise(tiny, begins_without_targets, tmp_path, monkeypatch, case):
     """Three ranks round a sum by its place in DDP's buckets, which change after the first backward pass of a process.
 

@@ -82,7 +82,8 @@ def test_sound_run_passes(plain, tmp_path, ranks, backend, world):
     assert not list((own.folder / ".smoke").rglob("checkpoints"))
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.cluster)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("world", [1, 2])
 def test_command_with_a_launcher(plain_files, tmp_path, world):
     """As `make smoke` starts it. Two processes: by the accelerate file of two."""
     command = [*CPU[:-1], CPU[-1].with_name("cpu.yaml" if world == 1 else "cpu_ddp.yaml")]
@@ -110,7 +111,7 @@ def run_smoke(command: list) -> subprocess.CompletedProcess:
     "fields, words",
     [
         ({"max_steps": 3}, "max_steps: a smoke test trains 3 steps of a longer run, but this run has only 3"),
-        ({"train_file": "missing.jsonl"}, "missing.jsonl"),
+        pytest.param({"train_file": "missing.jsonl"}, "missing.jsonl", marks=pytest.mark.cluster),
         ({"smoke": True}, "run make smoke CONFIG=FILE, or python -m engine.tools.smoke and then this command"),
     ],
 )
@@ -146,6 +147,27 @@ def test_signal_ends_the_test_and_the_command(tiny, tmp_path):
     assert process.returncode == 75, text
     assert text.rstrip().endswith("Stopped by SIGTERM: a smoke test has nothing to save.")
     assert run_status.read_status(tmp_path / "run") == {}
+
+
+def test_signal_while_a_command_starts_ends_it(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in smoke.SIGNALS}
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    smoke.end_at_signals()
+    try:
+        with pytest.raises(smoke.Stopped, match="SIGTERM"):
+            smoke.run_command([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert [process.poll() for process in started] == [-signal.SIGTERM]
 
 
 # ---- tasks of a fork -------------------------------------------------------------------------------------------------

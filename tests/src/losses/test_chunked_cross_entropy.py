@@ -126,7 +126,7 @@ def recomputed_in_chunks(hidden, weight, bias, targets):
     return sum(chunked_cross_entropy.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
 
 
-@pytest.mark.parametrize("options", [PLAIN, ALL_OPTIONS])
+@pytest.mark.parametrize("options", [PLAIN, pytest.param(ALL_OPTIONS, marks=pytest.mark.cluster)])
 def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
     hidden, weight, _, targets = make(4088, torch.float32, ignored=0, vocabulary=8_192, features=16)
     weight = weight.detach().mul(0.02).requires_grad_()
