@@ -29,9 +29,11 @@ from engine.text.tokenize_and_pack import IGNORED, token_bytes
 
 OWN_FORMAT = ChatFormat()  # the tokenizer's own template
 REASONING_IN_CONTENT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
-# What templates write in a turn without reasoning, before its words.
+# What templates write in a turn without reasoning, before its words. In gpt-oss the words are in the channel `final`, and
+# to begin with that is not to think.
 EMPTY_REASONING = re.compile(
     r"(<think>\s*)?</think>\n*$|\[THINK\]\s*\[/THINK\]\n*$|<\|channel>thought\s*<channel\|>\n*$"
+    r"|<\|channel\|>final<\|message\|>$"
 )
 WORDS = "\u2042words\u2042"
 

@@ -164,7 +164,11 @@ GEMMA4 = Marks("<|turn>model\n", ("<turn|>", "<|tool_response>"), joins="<tool_r
 OPENED = CHATML._replace(prompted=r"<think>\n")
 MISTRAL = Marks("[/INST]", ("</s>",), joins="[/TOOL_RESULTS]")
 DEEPSEEK = Marks("<｜Assistant｜>", ("<｜end▁of▁sentence｜>",), r"<think>\n", joins="<｜tool▁outputs▁end｜>")
-GPT_OSS = Marks("<|start|>assistant", r"(?:(?<=home\.)|(?<=stayed\.)|(?<=\}))(?:<\|return\|>|<\|end\|>|<\|call\|>)")
+GPT_OSS = Marks(
+    "<|start|>assistant",
+    r"(?:(?<=home\.)|(?<=stayed\.)|(?<=\}))(?:<\|return\|>|<\|end\|>|<\|call\|>)",
+    r"<\|channel\|>final<\|message\|>",
+)
 FAMILY_MARKS = {
     "chatml": CHATML,
     "deepseek_r1": DEEPSEEK,

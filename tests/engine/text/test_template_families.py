@@ -6,6 +6,7 @@ import pytest
 
 from engine.config.errors import UsageError
 from engine.text.chat import encode_chat, render_chat
+from engine.text.chat_options import ChatFormat
 from engine.text.chat_turns import read_chat
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
 from tests.helpers import chat_oracle as oracle
@@ -154,6 +155,23 @@ def test_an_empty_block_begins_what_is_marked(family):
     for span, words in zip(spans, ("It went waone home.", "watwo stayed."), strict=True):
         block = EMPTY_BLOCK.match(text, span.begin)
         assert text.startswith(words, block.end())
+
+
+def test_gpt_oss_does_not_unlearn_to_think():
+    """A turn without reasoning trains the header of its channel `final` only if `empty_reasoning` is `trained`."""
+    tokenizer, final = tokenizer_of(TEMPLATES["gpt_oss"]), "<|channel|>final<|message|>"
+    row, tools = ROWS["several turns"]
+    reasoned = [row[0], row[1] | {"reasoning_content": "x"}, *row[2:]]
+    words = [f"{row[1]['content']}<|end|>", f"{row[3]['content']}<|return|>"]
+
+    def targets(chat, masks):
+        labels = encode_chat(tokenizer, chat, "row", tools, chat_format=ChatFormat(masks_empty_reasoning=masks))[1]
+        return tokenizer.decode([label for label in labels if label >= 0])
+
+    assert targets(row, True) == words[0] + words[1]
+    assert targets(row, False) == final + words[0] + final + words[1]
+    whole = f"<|channel|>analysis<|message|>x<|end|><|start|>assistant{final}"
+    assert targets(reasoned, True) == whole + words[0] + words[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_r1", "glm4_5", "qwen3", "qwen3_5", "qwen3_6", "qwen3_thinking"])
