@@ -207,7 +207,9 @@ def speed_of_ours(case: str, results: list[dict]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all for a GPU but ragged_…)")
+    parser.add_argument(
+        "cases", nargs="*", help=f"of {', '.join(CASES)} (default: all for a GPU but ragged_… and 124m_…)"
+    )
     parser.add_argument("--programs", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument(
         "--in_turns", action="store_true", help="start all programs at once; some steps of each in turn"
@@ -219,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"no case {sorted(unknown)}: choose from {list(CASES)}")
-    names = options.cases or [name for name, case in CASES.items() if not case.on_cpu and case.against != "ragged"]
+    names = options.cases or [name for name, case in CASES.items() if not case.on_cpu and not case.only_if_named]
     cases = {name: tiny(CASES[name]) if options.tiny else CASES[name] for name in names}
     if options.inner:
         [case] = cases.values()

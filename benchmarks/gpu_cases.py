@@ -17,10 +17,12 @@ class Case:
     lora: bool = False
     recompute: bool = True  # activations, with LoRA: gradient checkpointing
     compile: bool = True
+    whole_graph: bool = False  # train.py compiles the model as one graph, not layer by layer
     flags: dict = field(default_factory=dict)  # of train.py alone
     environment: dict = field(default_factory=dict)  # of every program
     programs: tuple[str, ...] = ("ours", "plain", "trainer")
     against: str = ""
+    only_if_named: bool = False  # a case that changes one thing, to find where time goes
     on_cpu: bool = False  # and in float32
     turn: int = 5  # steps that a program trains while the others wait
     workers: int = 2  # processes that read rows for the plain loop and the Trainer
@@ -58,8 +60,18 @@ RAGGED = Case(llama(49152, 960, 2560, 32, 15, 5), 2048, 8, 64, 25, ragged=True, 
 
 
 def ragged(**changes) -> Case:
-    """Return the ragged case with one change, to find what it waits for; measured only if it is named."""
-    return replace(RAGGED, programs=("ours",), against="ragged", **changes)
+    """Return the ragged case with one change, to find what it waits for."""
+    return replace(RAGGED, programs=("ours",), against="ragged", only_if_named=True, **changes)
+
+
+EQUAL = Case(M124, 1024, 32, 128, 20, programs=PEERS)
+
+
+def equal(inductor: str = "", **changes) -> Case:
+    """Return the case 124m with one change: an option of torch's compiler, by the end of its environment variable."""
+    environment = {f"TORCHINDUCTOR_{inductor}": "1"} if inductor else {}
+    changes = {"environment": environment} | changes
+    return replace(EQUAL, programs=("ours",), against="124m", only_if_named=True, **changes)
 
 
 B1 = Case(llama(128256, 2048, 8192, 16, 32, 8), 4096, 2, 8, 20, programs=PEERS)
@@ -67,7 +79,11 @@ B8 = Case(llama(128256, 4096, 14336, 32, 32, 8, False), 4096, 4, 4, 15, lora=Tru
 
 
 CASES = {
-    "124m": Case(M124, 1024, 32, 128, 20, programs=PEERS),
+    "124m": EQUAL,
+    "124m_autotune": equal("MAX_AUTOTUNE"),
+    "124m_descent": equal("COORDINATE_DESCENT_TUNING"),
+    "124m_cudagraphs": equal("CUDAGRAPHS"),
+    "124m_whole": equal(whole_graph=True),
     "1b": B1,
     "1b_fp8": replace(B1, environment=FP8, programs=("ours",), against="1b"),
     "ragged": replace(RAGGED, programs=(*RAGGED_PEERS, "trainer_liger")),

@@ -187,7 +187,10 @@ def train_ours(case: Case, folder: Path) -> None:
     os.chdir(REPOSITORY)
     sys.path.insert(0, str(REPOSITORY))
     import train
+    from engine.models import compile_and_recompute
 
+    if case.whole_graph:
+        compile_and_recompute.repeated_layers = lambda model: [model]
     clock = Clock(case)
 
     class Timed(train.RunLogger):
