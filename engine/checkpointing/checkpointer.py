@@ -228,7 +228,7 @@ class Checkpointer:
         older = state.best_step if self.cfg.metric_for_best_model and state.best_step != state.step else 0
         best, is_best = run_on_main(self.accelerator, lambda: checkpoint_folder.find_best(self.folder, older))
         self.final_step = older if is_best else state.step
-        is_written = run_on_main(self.accelerator, lambda: model_folder.is_final_of(self.final_step, final))
+        is_written = run_on_main(self.accelerator, lambda: self._has_final(final))
         load_part = partial(checkpoint_folder.load_part, best) if best else None
         if (best or not is_best) and self.techniques.load_final(load_part):
             self.average = self.techniques.final
@@ -244,6 +244,11 @@ class Checkpointer:
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete():
             self.addon_messages = [addon.final_is_written(self.cfg) for addon in used_addons(self.cfg)]
+
+    def _has_final(self, final: Path) -> bool:
+        """Return whether `final` is intact, of the step that it should have, and what the add-ons would write."""
+        is_intact = model_folder.is_final_of(self.final_step, final)
+        return is_intact and all(addon.accepts_final(final) for addon in used_addons(self.cfg))
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
         """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""

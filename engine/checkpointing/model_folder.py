@@ -19,6 +19,7 @@ from engine.config.redact import redact_all
 from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.train_state import Run, TrainState
+from engine.models.generation import name_end_of_turn
 from engine.process import private_apis
 from engine.storage import verify_hashes
 
@@ -34,6 +35,8 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     model = task.saved(model_with_loss.model)
     file = folder / file_name("model", rank, world)
     base = getattr(task, "base_model", None)
+    if task.reads_chats:
+        name_end_of_turn(model, task.tokenizer)
     if base is not None:
         base.write(folder)  # before the add-ons write what they have trained
     for addon in used_addons(task.cfg):

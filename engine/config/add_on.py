@@ -133,6 +133,10 @@ class AddOn:
         """Change the files of final/ when it is complete, before it gets its name; return whether it has done so."""
         return False
 
+    def accepts_final(self, folder: "Path") -> bool:
+        """Return whether an intact final/ of an earlier start is what this run file asks for; else it is written anew."""
+        return True
+
     def model_card(self, cfg: "RunConfig") -> str:
         """Return a paragraph for the model card of final/."""
         return ""

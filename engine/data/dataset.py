@@ -17,7 +17,7 @@ from engine.config.run_config import RunConfig
 from engine.data.computed_rows import ComputedSplit, open_computed_rows
 from engine.data.mixture import Mixture
 from engine.data.prepare import prepare_rows
-from engine.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
+from engine.data.prepared_split import STATS, Split, data_notes, format_stats, holds_chats, task_stats
 from engine.data.sources import Source, fetch_source, find_sources
 from engine.models.new_tokens import check_tokens
 from engine.process import console
@@ -63,6 +63,8 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
         if parts:
             splits[split] = _join(cfg, split, parts)
     _check(cfg, splits, wanted)
+    if "train" in splits:
+        task.reads_chats = holds_chats(splits["train"], task)  # also if another process has prepared them
     if "validation" in wanted:
         task.on_validation_data(splits.get("validation"))
     if "train" in splits:

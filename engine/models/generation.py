@@ -158,10 +158,7 @@ class Generation:
 
     def stop_ids(self, generation_config: Any) -> list[int]:
         """Return the tokens that end an answer: of the tokenizer, the model and the chat template."""
-        of_model = getattr(generation_config, "eos_token_id", None)
-        of_model = of_model if isinstance(of_model, list) else [of_model]
-        ids = {self.tokenizer.eos_token_id, self.end_of_turn, *of_model}
-        return sorted(each for each in ids if each is not None)
+        return stop_ids(self.tokenizer, self.end_of_turn, generation_config)
 
     def generate(
         self, model: Any, inputs: dict[str, torch.Tensor], generation_config: Any, max_new_tokens: int, **settings: Any
@@ -182,6 +179,23 @@ class Generation:
     def texts(self, tokens: np.ndarray | Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of generated tokens."""
         return decode_rows(self.tokenizer, [np.asarray(row) for row in tokens])
+
+
+def stop_ids(tokenizer: Any, end_of_turn: int | None, generation_config: Any) -> list[int]:
+    """Return the tokens that end an answer: of the tokenizer, the model and the chat template."""
+    of_model = getattr(generation_config, "eos_token_id", None)
+    of_model = of_model if isinstance(of_model, list) else [of_model]
+    ids = {tokenizer.eos_token_id, end_of_turn, *of_model}
+    return sorted(each for each in ids if each is not None)
+
+
+def name_end_of_turn(model: Any, tokenizer: Any) -> None:
+    """Let `generation_config` of a model name the token that ends a turn of `tokenizer`: servers stop at what it names."""
+    generation_config = getattr(model, "generation_config", None)
+    token = end_of_turn(tokenizer)
+    if generation_config is not None and token is not None:
+        ids = stop_ids(tokenizer, token, generation_config)
+        generation_config.eos_token_id = ids if len(ids) > 1 else ids[0]
 
 
 def generate_tokens(

@@ -35,6 +35,7 @@ EMPTY_REASONING = re.compile(
     r"(<think>\s*)?</think>\n*$|\[THINK\]\s*\[/THINK\]\n*$|<\|channel>thought\s*<channel\|>\n*$"
     r"|<\|channel\|>final<\|message\|>$"
 )
+SPACES = re.compile(r"\s*")
 WORDS = "\u2042words\u2042"
 
 
@@ -147,7 +148,8 @@ def _without_empty_reasoning(text: str, spans: list[Span], block: str) -> list[S
         return spans
     shorter = []
     for span in spans:
-        begin = text.find(block, max(0, span.begin - len(block)), span.begin + len(block))
+        first = SPACES.match(text, span.begin).end()  # GLM 4.5 begins a turn with a line break
+        begin = text.find(block, max(0, span.begin - len(block)), first + len(block))
         after = begin + len(block)
         shorter.append(span._replace(begin=after) if begin >= 0 and span.begin < after <= span.end else span)
     return shorter
@@ -186,11 +188,18 @@ def _warn_of_template(
             "says that the turn ends: a trained model continues with the next turn, even where generation_config names "
             "the token of the next role; write {{ eos_token }} there in the chat template, within {% generation %} if it has that"
         )
-    elif spans and tokenizer.eos_token_id not in (None, *labels):
+    elif spans and not _ends_with_special_token(tokenizer, labels):
         warn_once(
-            f"no turn of the assistant ends with the tokenizer's eos_token {tokenizer.eos_token}: unless generation_config "
-            "names the token that ends a turn, generation will not stop; write {{ eos_token }} there in the chat template"
+            "no turn of the assistant ends with a special token of the tokenizer, such as its eos_token "
+            f"{tokenizer.eos_token}: generation will not stop; write {{{{ eos_token }}}} there in the chat template"
         )
+
+
+def _ends_with_special_token(tokenizer: Any, labels: list[int]) -> bool:
+    """Return whether one of the last two targets, of which the last may be a line break, is a special token."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_encoder.values()}
+    last = [label for label in labels if label != IGNORED][-2:]
+    return tokenizer.eos_token_id in labels or bool(special & {*last})
 
 
 def _ends_with_its_words(turns: list[dict], text: str, span: Span) -> bool:

@@ -108,6 +108,11 @@ class Peft(AddOn):
     def _merges(self) -> bool:
         return self.merge is not False
 
+    def accepts_final(self, folder: Path) -> bool:
+        """Return whether final/ holds the merged model, if this run file asks for it: an earlier start may have said
+        merge: false. Then it is merged now, without training."""
+        return not (self._merges() and (folder / CONFIG_FILE).exists())
+
     def change_final_model(self, folder: Path, task: Any) -> bool:
         """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft; or with merge: false,
         write the adapter alone, in the format of peft.

@@ -162,8 +162,8 @@ class FrozenModel:
                 return candidate
         if any((candidate / CONFIG_OF_ADAPTER).exists() for candidate in (folder, folder / "final")):
             raise UsageError(
-                f"{self.role}_name_or_path: {folder} holds an adapter without its model: train that run with merge: true, and "
-                "give its final/, where both are one model"
+                f"{self.role}_name_or_path: {folder} holds an adapter without its model: start that run again with --merge true, which "
+                "merges without training, and give its final/, where both are one model"
             )
         raise UsageError(
             f"{self.role}_name_or_path: {folder} holds no model, and no final/ with one: give "

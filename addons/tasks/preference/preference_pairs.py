@@ -10,10 +10,11 @@ from engine.config.errors import UsageError, errors_of
 from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
 from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
-from engine.text.row_formats import join_prompt, read_answer
+from engine.text.row_formats import join_prompt, read_answer, read_tools, with_system
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 PROMPT = "prompt"
+SYSTEM = "system"  # read beside `conversations`, as in other rows of that format
 SIDES = ("chosen", "rejected")
 
 
@@ -36,11 +37,12 @@ class PairEncoder:
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
-        self.optional = [prompt, *OF_CHATS] if self.chat else []
-        beside = [name for name in OF_CHATS if self.chat and name in columns]
-        self.needed += beside
+        beside = [*OF_CHATS, SYSTEM] if prompt != PROMPT else [*OF_CHATS]
+        self.optional = [prompt, *beside] if self.chat else []
+        self.needed += [name for name in beside if self.chat and name in columns]
         warn_of_ignored(columns, self.needed, split)
-        encoder.choose(["messages", *beside] if self.chat else ["prompt", "completion"], split)
+        variables = [name for name in OF_CHATS if name in self.needed]
+        encoder.choose(["messages", *variables] if self.chat else ["prompt", "completion"], split)
         encoder.structs = find_structs(examples.features, self.needed)
 
     def describe(self) -> str:
@@ -77,11 +79,16 @@ class PairEncoder:
         """Return the prompts with the completions of one side, in the columns that the encoder reads."""
         if self.chat:
             prompts = batch.get(self.prompt) or [None] * len(batch[side])
+            systems = batch.get(SYSTEM) or [None] * len(batch[side])
             chats = []
-            for prompt, turns, location in zip(prompts, batch[side], locations, strict=True):
+            for prompt, system, turns, location in zip(prompts, systems, batch[side], locations, strict=True):
                 with errors_of(location):
-                    chats.append(_chat(prompt, turns, (self.prompt, side)))
-            return {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
+                    chat = _chat(prompt, turns, (self.prompt, side))
+                    chats.append(with_system(chat, system, SYSTEM)[0])
+            columns = {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
+            if self.prompt != PROMPT and "tools" in batch:
+                columns["tools"] = [read_tools(tools) for tools in batch["tools"]]
+            return columns
         require_text(batch[side], side, locations)
         return {"prompt": batch[self.prompt], "completion": batch[side]}
 

@@ -74,6 +74,19 @@ def test_final_without_merge_weighs_the_adapter(runs):
     assert not (runs[False] / "final/config.json").exists()
 
 
+def test_finished_run_merges_later_without_training(runs, base, tmp_path):
+    """It has begun with merge: false, and is started again with merge: true."""
+    folder = shutil.copytree(runs[False], tmp_path / "alone")
+    lines = (folder / "metrics.jsonl").read_text()
+    values = fields(tmp_path, base) | {"merge": True, "output_dir": folder, "per_device_batch_size": 16}
+    codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "again")
+    assert codes == [0], outputs
+    assert (folder / "metrics.jsonl").read_text() == lines
+    expected = auto_model(runs[True].folder / "final")
+    assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
+    assert torch.allclose(auto_peft(folder / "final/adapter"), expected, rtol=0, atol=1e-6)
+
+
 def test_both_evaluate_to_the_digits_of_the_run(runs, tmp_path):
     expected = runs[True].kind("eval")[-1]
     for world, folder in ((1, runs[True].folder / "final"), (2, runs[False] / "final"), (1, runs[False])):

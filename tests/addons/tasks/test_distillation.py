@@ -74,7 +74,9 @@ def test_teacher_that_does_not_fit_is_refused(folder, tmp_path):
     adapter.mkdir(parents=True)
     (adapter / "model_config.json").write_text("{}")
     for given in (adapter, adapter.parent):
-        with pytest.raises(UsageError, match="holds an adapter without its model: train that run with merge: true"):
+        with pytest.raises(
+            UsageError, match="holds an adapter without its model: start that run again with --merge true"
+        ):
             opened(folder, given)
     other = kit.save_model(tmp_path / "other", kit.GPT2 | {"vocab_size": 77})
     with pytest.raises(UsageError, match="a vocabulary of 77 tokens, but the trained model has 500"):

@@ -147,6 +147,28 @@ def test_chats_as_prompts(fields, tmp_path, row, kind):
     assert decoded(task, encoded, "rejected") == (f"{before}ran over<|endoftext|>\n", "ran over<|endoftext|>\n")
 
 
+def test_system_and_tools_beside_conversations(fields, tmp_path):
+    """As LLaMA-Factory has pairs; tools without their wrapper are those that a template takes."""
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    said = {"conversations": [{"from": "human", "value": "the cat"}], "system": "on", "tools": json.dumps([tool])}
+    row = said | {"chosen": {"from": "gpt", "value": "sat"}, "rejected": {"from": "gpt", "value": "ran"}}
+    same = {"chosen": [{"role": "system", "content": "on"}, CHATML_USER, CHAT[0]]}
+    same["rejected"] = [*same["chosen"][:2], {"role": "assistant", "content": "ran"}]
+    same["tools"] = json.dumps([{"type": "function", "function": tool}])
+    template = "{{ tools | tojson }}" + kit.CHATML
+    (tmp_path / "with_tools.jinja").write_text(template)
+    texts = []
+    for name, each in (("one", row), ("other", same)):
+        path = kit.write_jsonl(tmp_path / f"{name}.jsonl", [each])
+        given = fields | {"chat_template": tmp_path / "with_tools.jinja", "train_file": path}
+        task, splits = kit.open_data(**given)
+        [encoded] = splits["train"].rows(np.arange(1))
+        texts.append(decoded(task, encoded, "chosen"))
+    assert texts[0] == texts[1]
+    assert "on<|endoftext|>" in texts[0][0]
+    assert '"type": "function"' in texts[0][0]
+
+
 @pytest.mark.parametrize(
     "row, words",
     [

@@ -157,6 +157,18 @@ def test_an_empty_block_begins_what_is_marked(family):
         assert text.startswith(words, block.end())
 
 
+@pytest.mark.parametrize("family", [*WITH_EMPTY_BLOCK, "qwen3_thinking"])
+def test_an_empty_block_is_no_target(family):
+    row, tools = ROWS["several turns"]
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    for masks in (True, False):
+        chosen = ChatFormat(masks_empty_reasoning=masks)
+        labels = encode_chat(tokenizer, row, "row", tools, chat_format=chosen)[1]
+        targets = tokenizer.decode([label for label in labels if label >= 0])
+        assert ("</think>" in targets) != masks
+        assert "It went waone home." in targets
+
+
 def test_gpt_oss_does_not_unlearn_to_think():
     """A turn without reasoning trains the header of its channel `final` only if `empty_reasoning` is `trained`."""
     tokenizer, final = tokenizer_of(TEMPLATES["gpt_oss"]), "<|channel|>final<|message|>"

@@ -324,3 +324,25 @@ def test_rows_without_a_whole_answer_are_left_out_and_counted(recipe, tmp_path):
     assert isinstance(last, Prompt)
     assert task.generation.texts([np.array(last.reference)]) == [rows[2]["messages"][-1]["content"]]
     assert task.generation.max_new_tokens == max(len(prompt.reference) for prompt in task.generation.of_rows)
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, named", [("messages", True), ("text", False)])
+def test_saved_model_names_the_token_that_ends_a_turn(recipe, tmp_path, kind, named):
+    """Else a base model that learned chats would not stop elsewhere. The second run finds the rows prepared."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(recipe["tokenizer_name"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = chats(32, 0) if kind == "messages" else [{"text": "one cat"}] * 32
+    files = {"tokenizer_name": tmp_path / "tokenizer", "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
+    flags = kit.flags(**recipe | files | {"chat_template": "chatml", "max_steps": 1, "cache_dir": tmp_path / "cache"})
+    for name in ("first", "second"):
+        run = kit.run_training(1, tmp_path / name, *flags)
+        saved = json.loads((run.folder / "final" / "generation_config.json").read_text())["eos_token_id"]
+        eos, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+        assert (saved == [eos, end_of_turn]) == named
+        assert named or saved == eos
