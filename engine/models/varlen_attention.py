@@ -5,15 +5,20 @@ The default on NVIDIA GPUs in 16 bits, for every model that can have it.
 Tests: tests/src/tasks/test_causal_lm.py; on a GPU tests/gpu/test_gpu.py.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.config.errors import UsageError
 from engine.process.private_apis import attention_kernel, mark_dynamic
 
 NAME = "varlen"
+# From torch 2.15 on, causal attention by lengths is computed by cuDNN on Hopper and Blackwell, unless only torch's flash
+# kernel is allowed. That would change numbers; and cuDNN makes a plan for each new shape, here each number of documents.
+CHOOSES_KERNEL = torch.__version__ >= (2, 15)
 
 
 def takes_lengths(kernel: str | None) -> bool:
@@ -117,7 +122,8 @@ def _on_gpu(query, key, value, bounds, length, scaling, window) -> torch.Tensor:
     options = {"enable_gqa": True} if must_ask else {}
     left = -1 if window is None else window - 1
     sizes = (bounds, bounds, length, length)
-    return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=(left, 0), **options)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if CHOOSES_KERNEL else nullcontext():
+        return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=(left, 0), **options)
 
 
 @torch.compiler.disable  # lengths are read from the tensor

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -144,7 +145,7 @@ KINDS = [  # model_type, attention, further sizes, what the error says; None: it
     ("bloom", "eager", {}, "packing is true.*--packing false"),  # ALiBi
     ("opt", "varlen", {"ffn_dim": 64, "word_embed_proj_dim": 32} | NO_DROPOUT, None),
     ("mistral", "varlen", {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5}, None),
-    ("codegen", "varlen", {"rotary_dim": 8}, "scaled_dot_product_attention"),  # needs a mask
+    ("gpt_neox_japanese", "varlen", {}, "scaled_dot_product_attention"),  # needs a mask
     ("camembert", "varlen", {}, "packing is true"),  # its positions begin at 2
 ]
 
@@ -266,7 +267,7 @@ DEFAULTS = [  # model_type, sizes, the kernel of packed rows on a GPU
     ("gemma4_text", LLAMA | GEMMA4, "sdpa"),  # the kernel takes at most 256
     ("gemma4_text", LLAMA | GEMMA4 | {"global_head_dim": 16}, "varlen"),
     ("gemma2", LLAMA | {"head_dim": 8, "attn_logit_softcapping": 50.0}, "eager"),
-    ("codegen", {"rotary_dim": 8, "attn_pdrop": 0.0}, "eager"),
+    ("gpt_neox_japanese", {"attention_dropout": 0.0}, "eager"),
 ]
 
 
@@ -331,6 +332,25 @@ def test_varlen_gives_the_kernel_of_a_gpu_what_it_takes(key_heads):
         bounds = document_bounds(torch.empty(6, dtype=torch.int32, device="cuda"), 8)
         out, _ = varlen_attention(None, query.float(), key.float(), key, None, sliding_window=4, **bounds)
     assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 16), torch.bfloat16, "cuda")
+
+
+def test_cudnn_does_not_compute_attention_by_lengths(monkeypatch):
+    """Where torch chooses between kernels (2.15), only its own is allowed, and only there."""
+    allowed = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_varlen_attn" in str(function):
+                allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(varlen, "CHOOSES_KERNEL", True)
+    with FakeTensorMode(), Watch():
+        heads = torch.empty(2, 4, 256, 64, dtype=torch.bfloat16, device="cuda")
+        bounds = document_bounds(torch.empty(6, dtype=torch.int32, device="cuda"), 256)
+        varlen_attention(None, heads, heads, heads, None, **bounds)
+    assert allowed == [(False, True)]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
