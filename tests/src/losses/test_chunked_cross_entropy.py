@@ -222,8 +222,9 @@ def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp
         assert not compiled.compiles(*arguments)
         assert not compiled.compiles(*arguments)
     assert torch.equal(compiled(*arguments)["loss"], plain(hidden, weight, bias, targets))
-    [line] = capsys.readouterr().err.splitlines()
-    assert "torch.compile failed" in line
+    lines = capsys.readouterr().err.splitlines()  # torch 2.15 logs one of its own, too
+    [warning] = [line for line in lines if line.startswith("warning:")]
+    assert "torch.compile failed" in warning
 
 
 def test_a_first_call_that_lacks_memory_is_made_again():
