@@ -22,6 +22,8 @@ from engine.text.tokenize_and_pack import IGNORED
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+EXACT_MATCH = ["exact_match"]  # the default of `metrics`
+
 
 @dataclass
 class GenerationOptions:
@@ -30,7 +32,7 @@ class GenerationOptions:
     metrics: list[str] = option(
         "metrics of the generated texts: exact_match, or files of addons/metrics/evaluate/ (rouge); Hub names or script paths "
         "(code: needs trust_remote_code); or none, which generates nothing",
-        ["exact_match"],
+        EXACT_MATCH,
         is_path=AS_GIVEN,
         may_change_on_resume=True,
         from_checkpoint=True,
@@ -128,6 +130,8 @@ class Generation:
             for name in ("max_eval_generate_examples", "max_new_tokens"):
                 if getattr(options, name, None):
                     warn(f"{name} is not used without predict_with_generate")
+            if getattr(options, "metrics", None) not in (None, EXACT_MATCH, ["none"]):
+                warn("metrics is not used without predict_with_generate")
             return
         found = prompts_of_split(split, options.max_eval_generate_examples, packed, max_length)
         whole = [prompt for prompt in found if prompt is not None]

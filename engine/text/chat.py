@@ -35,7 +35,6 @@ EMPTY_REASONING = re.compile(
     r"(<think>\s*)?</think>\n*$|\[THINK\]\s*\[/THINK\]\n*$|<\|channel>thought\s*<channel\|>\n*$"
     r"|<\|channel\|>final<\|message\|>$"
 )
-SPACES = re.compile(r"\s*")
 WORDS = "\u2042words\u2042"
 
 
@@ -148,7 +147,9 @@ def _without_empty_reasoning(text: str, spans: list[Span], block: str) -> list[S
         return spans
     shorter = []
     for span in spans:
-        first = SPACES.match(text, span.begin).end()  # GLM 4.5 begins a turn with a line break
+        first = span.begin
+        while first < span.end and text[first].isspace():  # GLM 4.5 begins a turn with a line break
+            first += 1
         begin = text.find(block, max(0, span.begin - len(block)), first + len(block))
         after = begin + len(block)
         shorter.append(span._replace(begin=after) if begin >= 0 and span.begin < after <= span.end else span)

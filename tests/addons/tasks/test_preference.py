@@ -147,6 +147,13 @@ def test_chats_as_prompts(fields, tmp_path, row, kind):
     assert decoded(task, encoded, "rejected") == (f"{before}ran over<|endoftext|>\n", "ran over<|endoftext|>\n")
 
 
+@pytest.mark.parametrize("said, warned", [("on", True), ("the cat", False)])
+def test_whole_chats_with_other_questions_are_warned_of(fields, tmp_path, capsys, said, warned):
+    row = {"chosen": [CHATML_USER, CHAT[0]], "rejected": [{"role": "user", "content": said}, CHAT[1]]}
+    opened(fields, tmp_path, [row, row])
+    assert capsys.readouterr().err.count("they answer other questions") == warned
+
+
 def test_system_and_tools_beside_conversations(fields, tmp_path):
     """As LLaMA-Factory has pairs; tools without their wrapper are those that a template takes."""
     tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}

@@ -326,6 +326,16 @@ def test_rows_without_a_whole_answer_are_left_out_and_counted(recipe, tmp_path):
     assert task.generation.max_new_tokens == max(len(prompt.reference) for prompt in task.generation.of_rows)
 
 
+def test_options_of_answers_that_are_not_asked_for_are_warned_of(recipe, capsys):
+    fields = recipe | {"predict_with_generate": False, "metrics": "rouge", "max_new_tokens": 5}
+    kit.open_data(**fields)
+    printed = capsys.readouterr().err
+    for name in ("metrics", "max_new_tokens"):
+        assert f"{name} is not used without predict_with_generate" in printed
+    kit.open_data(**recipe | {"predict_with_generate": False, "metrics": "exact_match"})
+    assert "is not used" not in capsys.readouterr().err
+
+
 # ---- what is saved -----------------------------------------------------------------------------------------------------
 
 
