@@ -135,8 +135,11 @@ def write_in_format_of_peft(task: Any, tuner: Any, folder: Path, trained: dict[s
     config.revision = base.commit if base else None
     config.inference_mode = True
     config.task_type, mapping = _task_type(model)
-    if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
-        config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it
+    sets = getattr(config, "feedforward_modules", None), config.target_modules
+    if all(isinstance(each, set) for each in sets) and not sets[0] <= sets[1]:  # peft refuses this when it loads
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, tuner.tuner_layer_cls)}
+        config.target_modules = set(layers)
+        config.feedforward_modules = {name for name, module in layers.items() if module.is_feedforward}
     config.save_pretrained(folder, auto_mapping_dict=mapping)
     names = _names_in_peft(model, trained)
     named = {names[name]: value.clone().contiguous() for name, value in trained.items()}

@@ -34,7 +34,8 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     new_head = getattr(task, "new_head", ())
     if config.target_modules is None and not getattr(config, "target_parameters", None):
         architecture = getattr(getattr(model, "config", None), "model_type", None)
-        if architecture not in (getattr(tuner_class, "target_module_mapping", None) or {}):
+        layers = _layers_of_peft(tuner_class, config)
+        if layers is not None and architecture not in layers:
             config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
@@ -59,6 +60,14 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
         load_adapter(task, model, folder, config)
     task.adapter_folder = folder
     return tuner
+
+
+def _layers_of_peft(tuner_class: type, config: Any) -> dict[str, list[str]] | None:
+    """Return peft's own choice of layers for each architecture; None if a type asks the model for its layers."""
+    from peft.utils import constants
+
+    layers = getattr(tuner_class, "target_module_mapping", None)  # ia3 has none, but a constant (0.21)
+    return layers or getattr(constants, f"TRANSFORMERS_MODELS_TO_{config.peft_type.value}_TARGET_MODULES_MAPPING", None)
 
 
 def _check_names(model: torch.nn.Module, config: Any) -> None:

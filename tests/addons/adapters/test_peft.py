@@ -248,6 +248,9 @@ def llama(tmp_path_factory) -> dict:
         {"target": ["lm_head"]},
         {"bias": "lora_only"},
         {"type": "ia3"},
+        {"type": "ia3", "target": None},
+        {"type": "ia3", "target": "all-linear"},
+        {"type": "trainable_tokens", "token_indices": [2, 3], "target": None},
         {"type": "lokr", "r": 2},
         {"type": "oft"},
         {"type": "hra"},
@@ -294,6 +297,21 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()(input_ids=IDS).logits
     assert torch.allclose(adapted, logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"type": "lora"}, {"q_proj", "v_proj"}),
+        ({"type": "ia3"}, {"k_proj", "v_proj", "down_proj"}),
+        ({"type": "trainable_tokens", "token_indices": [2]}, {"embed_tokens"}),
+    ],
+    ids=str,
+)
+def test_without_target_the_layers_are_those_of_peft(llama, options, layers):
+    task, _ = kit.open_data(**llama, peft=json.dumps(options))
+    adapted = {name for name, module in task.build_model().named_modules() if hasattr(module, "base_layer")}
+    assert {name.rpartition(".")[2] for name in adapted} == layers
 
 
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj"]], ids=str)
