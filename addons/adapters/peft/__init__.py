@@ -14,8 +14,8 @@ import torch
 
 from addons.adapters.peft.files import ADAPTER, CONFIG_FILE, adapter_files
 from addons.adapters.peft.injection import add_adapter
-from addons.adapters.peft.merging import write_adapter_alone, write_merged
-from addons.adapters.peft.options import read_options
+from addons.adapters.peft.merging import check_biases, write_adapter_alone, write_merged
+from addons.adapters.peft.options import UNMERGEABLE_TYPES, read_options
 from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.tensor_files import file_name, write_tensors
 from engine.config.add_on import AddOn
@@ -47,9 +47,13 @@ class Peft(AddOn):
             yield f"merge is {str(self.merge).lower()}, but there is no adapter to merge: give peft, or remove it"
             return
         try:
-            read_options(self.peft)
+            _, config = read_options(self.peft)
         except UsageError as error:
             yield str(error)
+            return
+        kind = config.peft_type.value.lower()
+        if training and self._merges() and kind in UNMERGEABLE_TYPES:
+            yield f"peft: an adapter of type {kind} cannot be merged into the model: give merge: false, or another type"
 
     def complete(self, cfg: Any) -> dict[str, Any]:
         """Return the base model that an adapter of another program names, if the run file names no model."""
@@ -67,6 +71,8 @@ class Peft(AddOn):
     def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
         """Inject the adapter into the part of the model that is trained."""
         add_adapter(task, model, weights, empty)
+        if self._merges() and task.adapter_folder is None:  # eval.py does not know `merge`, but has an adapter
+            check_biases(task.saved(model))
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan that says whether the adapter is a new one."""

@@ -15,6 +15,7 @@ from addons.adapters.peft.injection import WRAPPED, add_adapter
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import write_index, write_tensors
 from engine.config.addons import first_answer, used_addons
+from engine.config.errors import UsageError
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
 
@@ -57,6 +58,16 @@ def write_merged(task: Any, folder: Path) -> None:
     shutil.rmtree(parts, ignore_errors=True)
     write_index(folder)
     write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+
+
+def check_biases(model: torch.nn.Module) -> None:
+    """Raise UsageError if an adapter of type beft is on a layer without a bias, into which it could not be merged."""
+    for path, module in model.named_modules():
+        if hasattr(module, "beft_bias") and module.get_base_layer().bias is None:
+            raise UsageError(
+                f"peft: type beft trains biases, and {path} has none, so it cannot be merged: give merge: false, a target with "
+                "biases, or another type"
+            )
 
 
 def _groups_of_layers(model: torch.nn.Module, base_names: dict[str, str]) -> list[list[str]]:

@@ -15,6 +15,7 @@ REFUSED_OPTIONS = {
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, and other processes wait for their gradients: give rank_dropout",
 }
+UNMERGEABLE_TYPES = ("lily",)  # peft has no merge for these (0.21)
 INITIAL = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base model as it is
 
 

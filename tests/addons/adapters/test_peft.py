@@ -341,6 +341,19 @@ def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words)
     assert all(word in str(error.value) for word in ["peft", *words]), error.value
 
 
+def test_types_without_a_merge_are_refused_at_the_start(llama):
+    """Unless they are not merged: lily never is, beft only into a layer that has a bias."""
+    lily, beft = ({**llama, "peft": json.dumps({"type": name, "target": ["q_proj"]})} for name in ("lily", "beft"))
+    with pytest.raises(UsageError, match="type lily cannot be merged .*: give merge: false, or another type"):
+        kit.open_data(**lily)
+    task, _ = kit.open_data(**beft)
+    with pytest.raises(UsageError, match="q_proj has none, so it cannot be merged: give merge: false"):
+        task.build_model()
+    for values in (lily, beft):
+        task, _ = kit.open_data(**values, merge=False)
+        assert task.build_model().base_names
+
+
 @pytest.mark.parametrize("target", [["qproj"], ["q_proj", "qproj"], ["embed_tokens"]], ids=str)
 def test_wrong_targets_are_errors(llama, tmp_path, target):
     """A module that does not exist; a weight that embedding and head share."""
