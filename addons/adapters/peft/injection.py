@@ -39,8 +39,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
             config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
-    with errors_of("peft"):  # also a pattern that is none
-        _check_names(model, config)
+    _check_names(model, config)
     _train_new_tokens(config, model, token_ids(getattr(task, "tokenizer", None)))
     names, tied = list(model.state_dict()), tied_names(model)
     torch.manual_seed(cfg.seed)
@@ -85,8 +84,10 @@ def _check_names(model: torch.nn.Module, config: Any) -> None:
         ("target_parameters", parameters),
     ):
         wanted = getattr(config, option_name, None)
-        if isinstance(wanted, str) and wanted != "all-linear" and not any(re.fullmatch(wanted, name) for name in known):
-            wanted = [wanted]  # a pattern; one without a match is refused below, with the names that there are
+        if isinstance(wanted, str) and wanted != "all-linear":
+            with errors_of("peft", option_name, wanted):  # a pattern that is none
+                matches = any(re.fullmatch(wanted, name) for name in known)
+            wanted = [] if matches else [wanted]  # one without a match is refused below, with the names that there are
         for name in sorted(wanted) if isinstance(wanted, list | set | tuple) else ():
             end = name if option_name == "modules_to_save" else f".{name}"  # as peft compares them
             if any(each == name or each.endswith(end) for each in known):

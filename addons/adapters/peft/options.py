@@ -3,20 +3,25 @@
 Tests: tests/addons/adapters/test_peft.py.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from engine.config.errors import UsageError, errors_of
+from engine.config.errors import UsageError, did_you_mean, errors_of
 from engine.process import private_apis
 
 # peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
 # row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
 REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
 REFUSED_OPTIONS = {
+    "inference_mode": "it freezes the adapter, so nothing would be trained: remove it",
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, and other processes wait for their gradients: give rank_dropout",
 }
 UNMERGEABLE_TYPES = ("lily",)  # peft has no merge for these (0.21)
 INITIAL = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base model as it is
+
+KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "bool": (bool, "true or false")}
 
 
 def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
@@ -30,6 +35,8 @@ def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:
         raise UsageError(f"peft: {error}; install it: pip install peft (requirements-extra.txt)") from error
+    if given.get("target") is not None and given.get("target_modules") is not None:
+        raise UsageError("peft: target is short for target_modules, and both are given: remove one of them")
     given = {"target_modules" if name == "target" else name: v for name, v in given.items() if v is not None}
     name = str(given.pop("type", "lora")).lower()
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
@@ -38,12 +45,33 @@ def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
     if name not in configs:
         works = ", ".join(sorted(configs))
         raise UsageError(f"peft: type is {name}: unknown, or no adapter of single layers; choose from {works}")
-    if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
+    if refused := sorted(each for each in given.keys() & REFUSED_OPTIONS.keys() if given[each] is not False):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
+    _check_values(name, given, dataclasses.fields(configs[name]))
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
         raise UsageError(f"peft: init_lora_weights is {value!r}, which changes the base model or needs data: give true")
+    if name == "trainable_tokens" and not given.get("token_indices"):
+        raise UsageError("peft: type trainable_tokens needs the ids of the tokens to train: give token_indices: [5, 6]")
     with errors_of("peft"):  # also a package that one type needs
         return tuners[name], configs[name](**given)
+
+
+def _check_values(kind: str, given: dict[str, Any], fields: Iterable[dataclasses.Field]) -> None:
+    """Raise UsageError for an option that a type does not have, and for a number, true or false that is none."""
+    types = {field.name: field.type for field in fields if field.init}
+    for name, value in given.items():
+        if name not in types:
+            names = sorted({*types, "target"})
+            raise UsageError(f"peft: {name} is an unexpected option of type {kind}{did_you_mean(name, names)}")
+        wanted = getattr(types[name], "__name__", str(types[name]))  # peft writes them as types or as text
+        wanted = wanted.removeprefix("Optional[").removesuffix("]")
+        if wanted == "int" and name.endswith(("alpha", "lambda")):
+            wanted = "float"  # a factor
+        fits, words = KINDS.get(wanted, (object, ""))
+        if not isinstance(value, fits) or (words and isinstance(value, bool) != (wanted == "bool")):
+            raise UsageError(f"peft: {name} is {value!r}: give {words}")
+        if name.endswith("dropout") and not 0 <= value < 1:
+            raise UsageError(f"peft: {name} is {value}: give a number from 0 to less than 1")
 
 
 def _is_exact(name: str, config: type, tuner: Any) -> bool:

@@ -328,6 +328,16 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
         ({"type": "lorra"}, ["lorra", "lora"]),
         *(({"type": name}, [f"type is {name}", "choose from"]) for name in ("prompt_tuning", "adalora", "vera")),
         ({"rank": 8}, ["unexpected", "rank"]),
+        ({"lora_alfa": 4}, ["unexpected", "lora_alfa", "did you mean lora_alpha?"]),
+        ({"target": "q_proj", "target_modules": ["v_proj"]}, ["target_modules", "both", "remove one"]),
+        ({"inference_mode": True}, ["inference_mode", "nothing would be trained"]),
+        ({"r": "four"}, ["r is 'four'", "whole number"]),
+        ({"r": True}, ["r is True", "whole number"]),
+        ({"use_rslora": 1}, ["use_rslora is 1", "true or false"]),
+        ({"lora_dropout": "0,1"}, ["lora_dropout is '0,1'", "give a number"]),
+        ({"lora_dropout": -0.1}, ["lora_dropout is -0.1", "from 0 to less than 1"]),
+        ({"type": "loha", "rank_dropout": 1}, ["rank_dropout is 1", "from 0 to less than 1"]),
+        ({"type": "trainable_tokens"}, ["trainable_tokens", "token_indices: [5, 6]"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
         ({"megatron_core": "os"}, ["megatron_core"]),
         ({"type": "loha", "module_dropout": 0.1}, ["module_dropout", "rank_dropout"]),
@@ -339,6 +349,13 @@ def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words)
     with pytest.raises(UsageError) as error:
         kit.open_data(**llama, peft=json.dumps(options))
     assert all(word in str(error.value) for word in ["peft", *words]), error.value
+
+
+def test_numbers_that_peft_takes_are_taken():
+    """Also a factor with a fraction, a whole number for a fraction, and false for what is refused."""
+    given = {"lora_alpha": 1.5, "lora_dropout": 0, "r": 2, "inference_mode": False, "use_dora": True, "target": "q_proj"}
+    config = options.read_options(given)[1]
+    assert (config.lora_alpha, config.r, config.target_modules) == (1.5, 2, "q_proj")
 
 
 def test_types_without_a_merge_are_refused_at_the_start(llama):
@@ -354,12 +371,13 @@ def test_types_without_a_merge_are_refused_at_the_start(llama):
         assert task.build_model().base_names
 
 
-@pytest.mark.parametrize("target", [["qproj"], ["q_proj", "qproj"], ["embed_tokens"]], ids=str)
+@pytest.mark.parametrize("target", [["qproj"], ["q_proj", "qproj"], "qproj", ["embed_tokens"]], ids=str)
 def test_wrong_targets_are_errors(llama, tmp_path, target):
     """A module that does not exist; a weight that embedding and head share."""
     tied = kit.write_yaml(tmp_path / "tied.yaml", kit.LLAMA | {"tie_word_embeddings": True})
     task, _ = kit.open_data(**llama | {"model_config": tied}, peft=json.dumps({"type": "lora", "target": target}))
-    words = r"qproj is no part .*did you mean.*q_proj.*choose from" if "qproj" in target else "lm_head"
+    words = r"^peft: target_modules: qproj is no part .*did you mean.*q_proj.*choose from"
+    words = words if "qproj" in target else "^peft: .*lm_head"
     with pytest.raises(UsageError, match=words):
         task.build_model()
 
