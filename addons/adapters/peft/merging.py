@@ -18,6 +18,7 @@ from engine.config.addons import first_answer, used_addons
 from engine.config.errors import UsageError
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
+from engine.models.new_tokens import token_ids
 
 MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
 UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer
@@ -58,6 +59,9 @@ def write_merged(task: Any, folder: Path) -> None:
     shutil.rmtree(parts, ignore_errors=True)
     write_index(folder)
     write_tensors(trained, folder / f"{ADAPTER}.safetensors")
+    tokenizer = getattr(task, "tokenizer", None)
+    if token_ids(tokenizer) and tuner.model.config.get_text_config().vocab_size == len(tokenizer):
+        tokenizer.save_pretrained(folder / ADAPTER)  # AutoPeftModel gives the base model as many rows as this has
 
 
 def check_biases(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from addons.adapters.peft import injection
 from engine.config.errors import UsageError
 from tests.helpers import kit
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.cluster  # needs an extra package
 
 TOKENS = ["<|call|>", "<|end|>"]
@@ -98,6 +98,22 @@ def test_new_tokens_are_merged_into_final_and_resumed_bitwise(folder, tmp_path, 
     again = kit.run_training(world, tmp_path / "resumed", *kit.flags(**common))
     resumed = load_file(again.folder / "final" / "model.safetensors")
     assert all(torch.equal(final[each], resumed[each]) for each in final)
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_peft_loads_an_adapter_with_new_tokens(folder, tmp_path, name):
+    """From final/adapter/, and from final/ with merge: false: it resizes the base model to the tokenizer beside them."""
+    common = fields(folder, name, global_batch_size=4, per_device_batch_size=4, max_steps=2, learning_rate=1e-2)
+    merged = kit.run_training(1, tmp_path / "merged", *kit.flags(**common)).folder / "final"
+    argv = kit.flags(**common, merge=False, output_dir=tmp_path / "alone")
+    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here")
+    assert codes == [0], outputs
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    ids = tokenizer("def <|call|> self <|end|>", return_tensors="pt").input_ids
+    expected = AutoModelForCausalLM.from_pretrained(merged, dtype="float64")(input_ids=ids).logits
+    for place in (merged / "adapter", tmp_path / "alone/final"):
+        found = peft.AutoPeftModelForCausalLM.from_pretrained(place, dtype="float64")(input_ids=ids).logits
+        assert torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
 def test_base_folder_without_tokenizer(folder, tmp_path):
