@@ -14,7 +14,7 @@ import torch
 
 from addons.adapters.peft.files import ADAPTER, CONFIG_FILE, adapter_files
 from addons.adapters.peft.injection import add_adapter
-from addons.adapters.peft.merging import check_biases, write_adapter_alone, write_merged
+from addons.adapters.peft.merging import check_can_merge, write_adapter_alone, write_merged
 from addons.adapters.peft.options import UNMERGEABLE_TYPES, read_options
 from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.tensor_files import file_name, write_tensors
@@ -72,7 +72,7 @@ class Peft(AddOn):
         """Inject the adapter into the part of the model that is trained."""
         add_adapter(task, model, weights, empty)
         if self._merges() and task.adapter_folder is None:  # eval.py does not know `merge`, but has an adapter
-            check_biases(task.saved(model))
+            check_can_merge(task.saved(model))
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan that says whether the adapter is a new one."""

@@ -87,6 +87,8 @@ def _check_names(model: torch.nn.Module, config: Any) -> None:
         if isinstance(wanted, str) and wanted != "all-linear":
             with errors_of("peft", option_name, wanted):  # a pattern that is none
                 matches = any(re.fullmatch(wanted, name) for name in known)
+            if not matches and any(name.endswith(f".{wanted}") for name in known):
+                raise UsageError(f"peft: {option_name}: {wanted} is a pattern of whole names: give the list [{wanted}]")
             wanted = [] if matches else [wanted]  # one without a match is refused below, with the names that there are
         for name in sorted(wanted) if isinstance(wanted, list | set | tuple) else ():
             end = name if option_name == "modules_to_save" else f".{name}"  # as peft compares them

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from addons.adapters.peft.files import ADAPTER, adapter_files, trained_tensors, write_in_format_of_peft
+from addons.adapters.peft.files import ADAPTER, NAME, adapter_files, trained_tensors, write_in_format_of_peft
 from addons.adapters.peft.injection import WRAPPED, add_adapter
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import write_index, write_tensors
@@ -64,13 +64,24 @@ def write_merged(task: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder / ADAPTER)  # AutoPeftModel gives the base model as many rows as this has
 
 
-def check_biases(model: torch.nn.Module) -> None:
-    """Raise UsageError if an adapter of type beft is on a layer without a bias, into which it could not be merged."""
+def check_can_merge(model: torch.nn.Module) -> None:
+    """Raise UsageError if an adapter is on a layer into which peft cannot merge it: one without a bias, or with groups."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for path, module in model.named_modules():
-        if hasattr(module, "beft_bias") and module.get_base_layer().bias is None:
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        base = module.get_base_layer()
+        trains_bias = hasattr(module, "beft_bias") or getattr(module, "lora_bias", {}).get(NAME)
+        reason = None
+        if trains_bias and getattr(base, "bias", None) is None:
+            reason = "has no bias, which this adapter trains"
+        elif hasattr(module, "lora_A") and getattr(base, "groups", 1) > 1:
+            reason = f"is a convolution with {base.groups} groups"
+        if reason:
             raise UsageError(
-                f"peft: type beft trains biases, and {path} has none, so it cannot be merged: give merge: false, a target with "
-                "biases, or another type"
+                f"peft: an adapter of {path} could not be merged, because it {reason}: give merge: false, other layers as "
+                "target, or another type"
             )
 
 

@@ -359,16 +359,31 @@ def test_numbers_that_peft_takes_are_taken():
 
 
 def test_types_without_a_merge_are_refused_at_the_start(llama):
-    """Unless they are not merged: lily never is, beft only into a layer that has a bias."""
-    lily, beft = ({**llama, "peft": json.dumps({"type": name, "target": ["q_proj"]})} for name in ("lily", "beft"))
+    """Unless they are not merged: lily never is, a bias only into a layer that has one."""
+    types = ({"type": "lily"}, {"type": "beft"}, {"type": "lora", "lora_bias": True})
+    lily, beft, lora = ({**llama, "peft": json.dumps(each | {"target": ["q_proj"]})} for each in types)
     with pytest.raises(UsageError, match="type lily cannot be merged .*: give merge: false, or another type"):
         kit.open_data(**lily)
-    task, _ = kit.open_data(**beft)
-    with pytest.raises(UsageError, match="q_proj has none, so it cannot be merged: give merge: false"):
-        task.build_model()
-    for values in (lily, beft):
+    for values in (beft, lora):
+        task, _ = kit.open_data(**values)
+        with pytest.raises(UsageError, match="q_proj could not be merged, because it has no bias.*: give merge: false"):
+            task.build_model()
+    for values in (lily, beft, lora):
         task, _ = kit.open_data(**values, merge=False)
         assert task.build_model().base_names
+
+
+def test_layers_without_a_merge_are_refused():
+    """A convolution with groups; one without is taken."""
+    for groups in (1, 2):
+        model = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3, groups=groups))
+        tuner, config = options.read_options({"type": "lora", "r": 2, "target": ["0"]})
+        tuner(model, config, adapter_name="default")
+        if groups == 1:
+            merging.check_can_merge(model)
+            continue
+        with pytest.raises(UsageError, match="0 could not be merged, because it is a convolution with 2 groups"):
+            merging.check_can_merge(model)
 
 
 @pytest.mark.parametrize("target", [["qproj"], ["q_proj", "qproj"], "qproj", ["embed_tokens"]], ids=str)
@@ -379,6 +394,13 @@ def test_wrong_targets_are_errors(llama, tmp_path, target):
     words = r"^peft: target_modules: qproj is no part .*did you mean.*q_proj.*choose from"
     words = words if "qproj" in target else "^peft: .*lm_head"
     with pytest.raises(UsageError, match=words):
+        task.build_model()
+
+
+def test_a_name_in_place_of_a_list_is_an_error(llama):
+    """For peft, it is a pattern, which matches no whole name."""
+    task, _ = kit.open_data(**llama, peft=json.dumps({"target": "q_proj"}))
+    with pytest.raises(UsageError, match=r"^peft: target_modules: q_proj is a pattern .*\[q_proj\]"):
         task.build_model()
 
 
