@@ -14,6 +14,7 @@ from engine.process import private_apis
 # row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
 REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
 REFUSED_OPTIONS = {
+    "alora_invocation_tokens": "peft looks for them outside of the layers, so nothing would be trained: remove it",
     "inference_mode": "it freezes the adapter, so nothing would be trained: remove it",
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, and other processes wait for their gradients: give rank_dropout",

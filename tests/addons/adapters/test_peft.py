@@ -331,6 +331,7 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
         ({"lora_alfa": 4}, ["unexpected", "lora_alfa", "did you mean lora_alpha?"]),
         ({"target": "q_proj", "target_modules": ["v_proj"]}, ["target_modules", "both", "remove one"]),
         ({"inference_mode": True}, ["inference_mode", "nothing would be trained"]),
+        ({"alora_invocation_tokens": [1]}, ["alora_invocation_tokens", "nothing would be trained"]),
         ({"r": "four"}, ["r is 'four'", "whole number"]),
         ({"r": True}, ["r is True", "whole number"]),
         ({"use_rslora": 1}, ["use_rslora is 1", "true or false"]),
@@ -353,7 +354,7 @@ def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words)
 
 def test_numbers_that_peft_takes_are_taken():
     """Also a factor with a fraction, a whole number for a fraction, and false for what is refused."""
-    given = {"lora_alpha": 1.5, "lora_dropout": 0, "r": 2, "inference_mode": False, "use_dora": True, "target": "q_proj"}
+    given = {"lora_alpha": 1.5, "lora_dropout": 0, "r": 2, "inference_mode": False, "target": "q_proj"}
     config = options.read_options(given)[1]
     assert (config.lora_alpha, config.r, config.target_modules) == (1.5, 2, "q_proj")
 
@@ -362,11 +363,11 @@ def test_types_without_a_merge_are_refused_at_the_start(llama):
     """Unless they are not merged: lily never is, a bias only into a layer that has one."""
     types = ({"type": "lily"}, {"type": "beft"}, {"type": "lora", "lora_bias": True})
     lily, beft, lora = ({**llama, "peft": json.dumps(each | {"target": ["q_proj"]})} for each in types)
-    with pytest.raises(UsageError, match="type lily cannot be merged .*: give merge: false, or another type"):
+    with pytest.raises(UsageError, match=r"type lily cannot be merged .*: give merge: false, or another type"):
         kit.open_data(**lily)
     for values in (beft, lora):
         task, _ = kit.open_data(**values)
-        with pytest.raises(UsageError, match="q_proj could not be merged, because it has no bias.*: give merge: false"):
+        with pytest.raises(UsageError, match=r"q_proj could not be merged, because it has no bias.*merge: false"):
             task.build_model()
     for values in (lily, beft, lora):
         task, _ = kit.open_data(**values, merge=False)
