@@ -59,7 +59,7 @@ def write_merged(task: Any, folder: Path) -> None:
     shutil.rmtree(parts, ignore_errors=True)
     write_index(folder)
     write_tensors(trained, folder / f"{ADAPTER}.safetensors")
-    tokenizer = getattr(task, "tokenizer", None)
+    tokenizer: Any = getattr(task, "tokenizer", None)
     if token_ids(tokenizer) and tuner.model.config.get_text_config().vocab_size == len(tokenizer):
         tokenizer.save_pretrained(folder / ADAPTER)  # AutoPeftModel gives the base model as many rows as this has
 

@@ -71,7 +71,7 @@ def _check_values(kind: str, given: dict[str, Any], fields: Iterable[dataclasses
         fits, words = KINDS.get(wanted, (object, ""))
         if not isinstance(value, fits) or (words and isinstance(value, bool) != (wanted == "bool")):
             raise UsageError(f"peft: {name} is {value!r}: give {words}")
-        if name.endswith("dropout") and not 0 <= value < 1:
+        if name.endswith("dropout") and isinstance(value, int | float) and not 0 <= value < 1:
             raise UsageError(f"peft: {name} is {value}: give a number from 0 to less than 1")
 
 
