@@ -90,13 +90,18 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _read_text(text: str) -> Any:
+    """Return what a text holds in YAML or JSON."""
+    value = yaml.load(text, Loader)  # it also finds a key that is given twice
+    with suppress(ValueError):
+        value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
+    return value
+
+
 def _mapping(value: Any) -> Any:
     """Return text as the mapping that it holds, in YAML or JSON; raise ValueError if it holds none."""
     if isinstance(value, str):
-        text = value
-        value = yaml.load(text, Loader)  # it also finds a key that is given twice
-        with suppress(ValueError):
-            value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
+        value = _read_text(value)
     if not isinstance(value, dict):
         raise ValueError("expected {NAME: VALUE, …} in YAML or JSON")
     return value
@@ -235,11 +240,40 @@ def read_words(cls: type, name: str, words: list[str]) -> Any:
     if not words and bool in (type_, *get_args(type_)):
         return True  # a flag without a value
     if get_origin(type_) is list and words:
-        return read_value(cls, name, words)
+        return _read_list(cls, name, words)
     if len(words) != 1:
         words_text = " ".join(words) or "none"
         raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(cls)[name].help})")
     return read_value(cls, name, words[0])
+
+
+def _read_list(cls: type, name: str, words: list[str]) -> list:
+    """Return the words after the flag of a list as its items, or the list that a single word holds in YAML or JSON.
+
+    Where an item may be a chat, a list of mappings, each of several words may hold one. One value without quotes, such as
+    [INST] or [0-9], is a text if the field takes it: a token, or a pattern of file names."""
+    (item,) = get_args(field_types(cls)[name])
+    takes_chats = any(dict in get_args(part) for part in get_args(item))
+    held = [_held(word, takes_chats) for word in words]
+    if len(words) > 1:
+        is_chat = [takes_chats and any(isinstance(each, dict) for each in as_list(value)) for value in held]
+        return read_value(cls, name, [held[i] if is_chat[i] else word for i, word in enumerate(words)])
+    if held[0] is None:
+        return read_value(cls, name, words)
+    is_plain = [words[0][1:-1].strip()] == [str(each) for each in as_list(held[0]) if not isinstance(each, dict)]
+    for value in (words, held[0]) if is_plain else (held[0], words):
+        with suppress(ValueError):
+            return read_value(cls, name, value)
+    return read_value(cls, name, held[0])
+
+
+def _held(word: str, takes_mappings: bool) -> Any:
+    """Return the list that a word in brackets holds in YAML or JSON, or the mapping if that is taken; None: neither."""
+    value = None
+    if (word[:1], word[-1:]) in (("[", "]"), ("{", "}")):
+        with suppress(yaml.YAMLError, ValueError):
+            value = _read_text(word)
+    return value if isinstance(value, list) or (takes_mappings and isinstance(value, dict)) else None
 
 
 def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:

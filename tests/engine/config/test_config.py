@@ -74,6 +74,39 @@ def test_values_of_flags_and_of_the_run_file(here, given, name, value):
     assert type(found) is type(value)
 
 
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "name, words, value",
+    [
+        ("add_tokens", ['["<|call|>", "<|end|>"]'], ["<|call|>", "<|end|>"]),
+        ("add_tokens", ["[<|call|>, <|end|>]"], ["<|call|>", "<|end|>"]),
+        ("add_tokens", ['["[INST]"]'], ["[INST]"]),
+        ("add_tokens", ["[]"], []),
+        ("profile_steps", ["[2, 3]"], [2, 3]),
+        ("train_file", ["[a.jsonl, b.jsonl]"], ["a.jsonl", "b.jsonl"]),
+        ("sample_prompts", ["[[{role: user, content: x}]]"], [USER]),
+        ("sample_prompts", ["[{'role': 'user', 'content': 'x'}]"], [USER]),
+        ("sample_prompts", ["{role: user, content: x}"], [USER]),
+        ("sample_prompts", ['["a b", [{"role": "user", "content": "x"}]]'], ["a b", USER]),
+        ("sample_prompts", ["{role: user, content: x}", "[a, b]", str(USER)], [USER, "[a, b]", USER]),
+        # texts, as they are
+        ("add_tokens", ["[INST]"], ["[INST]"]),
+        ("add_tokens", ["[a, b]", "[INST]"], ["[a, b]", "[INST]"]),
+        ("add_tokens", ["[[a], b]"], ["[[a], b]"]),
+        ("add_tokens", ["{a: b}"], ["{a: b}"]),
+        ("train_file", ["[ab].jsonl"], ["[ab].jsonl"]),
+        ("train_file", ["[0-9]"], ["[0-9]"]),
+        ("sample_prompts", ["[a] b"], ["[a] b"]),
+        ("sample_prompts", ["def f(x): return [x]"], ["def f(x): return [x]"]),
+    ],
+)
+def test_list_of_one_word_in_yaml_or_json(here, name, words, value):
+    cfg, options = parsed(f"--{name}", *words)
+    assert (vars(cfg) | vars(options))[name] == value
+
+
 def test_none_on_the_command_line_clears_a_field(here):
     """Without this, no flag trains for epochs where the run file gives steps; `none` replaces no data."""
     cfg, _ = parsed("--max_steps", "none", "--dataset_name=null", max_steps=3, train_file="a.jsonl")
@@ -113,6 +146,11 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
     [
         (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
         (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
+        (["--profile_steps", "[2, x]"], ["--profile_steps: 1: 'x'"]),
+        (
+            ["--train_file", "[https://user:pass@host/a.jsonl, b]"],
+            ["--train_file: a URL must not name a user or password"],
+        ),
         (["--learning_rate", "nan"], ["--learning_rate: 'nan'"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--optim_args", '{"a": {}, "a": {"b": 1}}'], ["the key 'a' is given twice"]),
