@@ -26,6 +26,7 @@ from engine.models.config_and_tokenizer import config_file, named_base, refuse_a
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
+from engine.storage.jsonl import read_json
 from engine.task_registry import OPTIONS
 
 # Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
@@ -44,6 +45,7 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
     is_of_addon = not _holds_model(folder) and any(addon.has_trained(folder) for addon in used_addons(cfg))
     weights = folder if is_of_addon else locate_weights(cfg.init_from, "init_from")
     _check_base(cfg, weights)
+    _check_added_tokens(cfg, weights)
     _check_classes(weights, getattr(task, "labels", None))
     _check_tokens(weights, getattr(task, "tokenizer", None))
     return weights
@@ -84,6 +86,24 @@ def _check_classes(weights: Path, labels: list[str] | None) -> None:
     if {*of_model} & {*labels}:
         raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
     warn(f"{text}the output of each class begins with the weights of the class at its place")
+
+
+def _check_added_tokens(cfg: RunConfig, weights: Path) -> None:
+    """Raise UsageError if an add-on has trained rows of other tokens, or in another order, than add_tokens names."""
+    if not any(addon.has_trained(weights) for addon in used_addons(cfg)):
+        return
+    config = read_json(weights / "state.json").get("config")
+    if config is None and (weights / RUN_CONFIG).exists():
+        config = read_yaml(weights / RUN_CONFIG)
+    if config is None:  # of another program
+        return
+    there = config.get("add_tokens") or []
+    if there != cfg.add_tokens:
+        raise UsageError(
+            f"add_tokens: the adapter in {weights} was trained with {' '.join(there) or 'none'}, but this run names "
+            f"{' '.join(cfg.add_tokens) or 'none'}: give the same tokens in the same order; or for a new adapter with further "
+            "ones, the merged final/ of that run as --model_name_or_path instead of --init_from"
+        )
 
 
 def _check_tokens(weights: Path, tokenizer: Any) -> None:

@@ -61,6 +61,7 @@ def _names_in_peft(model: torch.nn.Module, trained: Iterable[str]) -> dict[str, 
 def load_adapter(task: Any, model: torch.nn.Module, folder: Path, config: Any) -> None:
     """Copy the tensors of an adapter into the model. In an older final/, the unmerged weights are among them."""
     _check_options(folder, config)
+    _check_rows(folder, config)
     state = model.state_dict(keep_vars=True)
     files = adapter_files(folder)
     stored = {name: value for path in files for name, value in load_file(path).items()}
@@ -97,6 +98,25 @@ def _check_options(folder: Path, config: Any) -> None:
                 f"peft: the adapter in {folder} was trained with {option_name} {saved[name]}, but this field says {here[name]}: "
                 f"give {option_name}: {saved[name]}"
             )
+
+
+def _check_rows(folder: Path, config: Any) -> None:
+    """Raise UsageError if the adapter in `folder` has rows of other tokens, or in another order, than this run trains."""
+    there, here = (
+        _saved_options(folder).get("trainable_token_indices"),
+        getattr(config, "trainable_token_indices", None),
+    )
+    if there and here and _token_ids(there) != _token_ids(here):
+        raise UsageError(
+            f"add_tokens: the adapter in {folder} has rows of the tokens {_token_ids(there)}, but this run trains those of "
+            f"{_token_ids(here)} (ids, trainable_token_indices in adapter_config.json): give the tokens of the adapter in its order"
+        )
+
+
+def _token_ids(indices: Any) -> str:
+    """Return the ids of trainable_token_indices, which is a list, or has one for each layer."""
+    lists = indices.values() if isinstance(indices, dict) else [indices]
+    return " and ".join(sorted({str(list(ids)) for ids in lists}))
 
 
 def _saved_options(folder: Path) -> dict[str, Any]:

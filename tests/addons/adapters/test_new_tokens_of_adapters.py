@@ -1,6 +1,7 @@
 """New tokens under LoRA: their rows are trained, in embedding and head, saved, merged, and come back bitwise."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from addons.adapters.peft import injection
+from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
 from tests.helpers import kit
 
@@ -127,6 +129,55 @@ def test_base_folder_without_tokenizer(folder, tmp_path):
         flags = kit.flags(cache_dir=folder / "cache", validation_file=folder / "train.jsonl")
         kit.run_command("eval", "--checkpoint", name, *flags, folder=tmp_path)
         assert json.loads((run.folder / "eval.json").read_text())["loss"] == loss
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A run of one step with TOKENS."""
+    common = {"global_batch_size": 4, "per_device_batch_size": 4, "max_steps": 1, "save_steps": 1}
+    common |= {"save_total_limit": 5}
+    return kit.run_training(1, tmp_path_factory.mktemp("run"), *kit.flags(**fields(folder, "untied", **common)))
+
+
+@pytest.mark.parametrize("tokens", [TOKENS[::-1], [*TOKENS, "<|third|>"], TOKENS[:1], []])
+@pytest.mark.parametrize("part", ["final", "checkpoints/step_00000001"])
+def test_init_from_with_other_tokens_is_refused(folder, trained, part, tokens):
+    task, _ = kit.open_data(**fields(folder, "untied", add_tokens=tokens or "[]", init_from=trained.folder / part))
+    names = " ".join(tokens) or "none"
+    text = re.escape(f"was trained with {' '.join(TOKENS)}, but this run names {names}: give the same tokens")
+    with pytest.raises(UsageError, match=f"^add_tokens: the adapter in .* {text}"):
+        init_weights(task.cfg, task)
+
+
+def test_init_from_with_the_same_tokens_and_further_ones_on_the_merged_model(folder, trained):
+    final = trained.folder / "final"
+    task, _ = kit.open_data(**fields(folder, "untied", init_from=final))
+    assert init_weights(task.cfg, task) == final
+    merged = AutoModelForCausalLM.from_pretrained(final, dtype="float64")
+    more = [*TOKENS, "<|third|>"]
+    task, _ = kit.open_data(**fields(folder, "untied", add_tokens=more, model_name_or_path=final))
+    assert init_weights(task.cfg, task) is None
+    model = task.build_model()
+    with torch.no_grad():
+        rows = model.get_input_embeddings()(torch.arange(len(task.tokenizer)))
+    assert torch.equal(rows[:-1], merged.get_input_embeddings().weight)
+    assert torch.allclose(rows[-1], rows[:-1].mean(0), atol=1e-15)
+
+
+def test_adapter_of_peft_with_rows_of_other_tokens_is_refused(folder, trained, tmp_path):
+    """peft saves the ids, and no tokens."""
+    shutil.copytree(trained.folder / "final" / "adapter", tmp_path / "adapter")
+    task, _ = kit.open_data(**fields(folder, "untied", init_from=tmp_path / "adapter"))
+    task.build_model(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for name, ids in config["trainable_token_indices"].items():
+        config["trainable_token_indices"][name] = ids[::-1]
+    file.write_text(json.dumps(config))
+    with pytest.raises(
+        UsageError, match=r"^add_tokens: the adapter in .* has rows of the tokens \[\d+, \d+\], but this run"
+    ):
+        task.build_model(str(tmp_path / "adapter"))
 
 
 def test_types_that_cannot_train_rows_are_refused(folder):
