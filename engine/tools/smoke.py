@@ -125,7 +125,8 @@ def run_command(words: list[str], env: dict[str, str]) -> int:
     A signal that comes while the command starts waits until there is a process to end."""
     arrived: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    # None: a handler that is not of Python, which could not be set again.
+    handlers = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in handlers:
         signal.signal(number, lambda number, frame: arrived.append(number))
     process = subprocess.Popen(words, env=env)
