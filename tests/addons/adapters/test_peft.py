@@ -302,16 +302,16 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        ({"type": "lora"}, {"q_proj", "v_proj"}),
-        ({"type": "ia3"}, {"k_proj", "v_proj", "down_proj"}),
-        ({"type": "trainable_tokens", "token_indices": [2]}, {"embed_tokens"}),
+        ({"type": "lora"}, ["q_proj", "v_proj"]),
+        ({"type": "ia3"}, ["k_proj", "v_proj", "down_proj"]),
+        ({"type": "trainable_tokens", "token_indices": [2]}, ["embed_tokens"]),
     ],
     ids=str,
 )
 def test_without_target_the_layers_are_those_of_peft(llama, options, layers):
     task, _ = kit.open_data(**llama, peft=json.dumps(options))
     adapted = {name for name, module in task.build_model().named_modules() if hasattr(module, "base_layer")}
-    assert {name.rpartition(".")[2] for name in adapted} == layers
+    assert {name.rpartition(".")[2] for name in adapted} == {*layers}
 
 
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj"]], ids=str)
