@@ -193,12 +193,11 @@ def stop_ids(tokenizer: Any, end_of_turn: int | None, generation_config: Any) ->
     return sorted(each for each in ids if each is not None)
 
 
-def name_end_of_turn(model: Any, tokenizer: Any) -> None:
-    """Let `generation_config` of a model name the token that ends a turn of `tokenizer`: servers stop at what it names."""
+def name_end_of_turn(model: Any, task: Any) -> None:
+    """Let `generation_config` of a model name the token that ends a turn: servers stop at what it names."""
     generation_config = getattr(model, "generation_config", None)
-    token = end_of_turn(tokenizer)
-    if generation_config is not None and token is not None:
-        ids = stop_ids(tokenizer, token, generation_config)
+    if generation_config is not None:
+        ids = stop_ids(task.tokenizer, task.end_of_turn, generation_config)
         generation_config.eos_token_id = ids if len(ids) > 1 else ids[0]
 
 

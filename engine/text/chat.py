@@ -198,9 +198,15 @@ def _warn_of_template(
 
 def _ends_with_special_token(tokenizer: Any, labels: list[int]) -> bool:
     """Return whether one of the last two targets, of which the last may be a line break, is a special token."""
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_encoder.values()}
+    if tokenizer.eos_token_id in labels:
+        return True
     last = [label for label in labels if label != IGNORED][-2:]
-    return tokenizer.eos_token_id in labels or bool(special & {*last})
+    return not _special_ids(tokenizer).isdisjoint(last)
+
+
+@functools.lru_cache
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    return frozenset([*tokenizer.all_special_ids, *tokenizer.added_tokens_encoder.values()])
 
 
 def _ends_with_its_words(turns: list[dict], text: str, span: Span) -> bool:

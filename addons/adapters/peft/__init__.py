@@ -71,7 +71,9 @@ class Peft(AddOn):
     def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
         """Inject the adapter into the part of the model that is trained."""
         add_adapter(task, model, weights, empty)
-        if self._merges() and task.adapter_folder is None:  # eval.py does not know `merge`, but has an adapter
+        # eval.py does not know `merge`, but has an adapter. All ranks decide alike, also those that build without weights.
+        is_new = not (weights and adapter_files(Path(locate(str(weights)))))
+        if self._merges() and is_new:
             check_can_merge(task.saved(model))
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:

@@ -60,7 +60,7 @@ class PairEncoder:
         pairs = [self.encoder.encode_batch(self._sequences(batch, side, locations), locations) for side in SIDES]
         rows: dict[str, list] = {f"{side}_ids": made["input_ids"] for side, made in zip(SIDES, pairs, strict=True)}
         rows |= {name: [] for name in ("chosen_labels", "rejected_labels", "length", "targets", "cut")}
-        if self.chat and self.prompt not in self.needed:
+        if self.chat and self.prompt not in self.needed and not self.has_warned:
             self._warn_of_other_questions(batch, locations)
         for i, ids in enumerate(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)):
             differs = (k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
