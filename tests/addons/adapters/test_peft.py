@@ -314,6 +314,19 @@ def test_without_target_the_layers_are_those_of_peft(llama, options, layers):
     assert {name.rpartition(".")[2] for name in adapted} == {*layers}
 
 
+def test_ranks_without_weights_judge_as_the_one_with_weights(llama, tmp_path):
+    """An adapter that cannot be merged, resumed with merge: else some ranks would end and the others wait."""
+    beft = json.dumps({"type": "beft", "target": ["q_proj"]})
+    task, _ = kit.open_data(**llama, peft=beft, merge=False)
+    model = task.build_model()
+    model_folder.write_model(ModelWithLoss(model, task), tmp_path, dict(model.state_dict()))
+    task, _ = kit.open_data(**llama, peft=beft)
+    for empty in (False, True):
+        task.build_model(str(tmp_path), empty=empty)
+        with pytest.raises(UsageError, match="could not be merged"):
+            task.build_model(empty=empty)
+
+
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj"]], ids=str)
 def test_loss_uses_an_adapter_of_the_head(llama, target):
     """The chunked cross-entropy reads the weight of a plain head, which would leave its adapter without a gradient."""
