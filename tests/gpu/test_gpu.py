@@ -1,6 +1,6 @@
 """What only a GPU can show: precisions, fused updates, compiled layers, pinned copies, kernels of attention.
 
-Skipped where there is no GPU; on one: make test-gpu, which runs four at a time (most of their time is the start of 19
+Skipped where there is no GPU; on one: make test-gpu, which runs four at a time (most of their time is the start of some 25
 trainings; ARGS='-n 8' where processor and GPU have room: about four minutes on 16 cores).
 """
 
@@ -17,12 +17,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 
 import train
 from engine.checkpointing.async_writer import HostCopy
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.models.varlen_attention import document_bounds, varlen_attention
+from engine.process import private_apis
 from engine.process.private_apis import attention_kernel
 from src.losses import chunked_cross_entropy
 from src.losses.cross_entropy import PLAIN, CrossEntropy
@@ -47,10 +49,16 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu", script: 
 
     A forked process cannot use a GPU that its parent has used, so each training is a command."""
     text = output([*launcher(precision, config), str(kit.REPOSITORY / script), *flags, "--output_dir", str(folder)])
+    run = read_run(folder, text)
+    assert run.environment["device"].startswith("cpu" if config == "cpu" else "cuda")
+    return run
+
+
+def read_run(folder, text: str) -> kit.Run:
+    """Return a run with what it printed, and its environment.json."""
     run = kit.Run(folder)
     run.text = text
     run.environment = json.loads((folder / "environment.json").read_text())
-    assert run.environment["device"].startswith("cpu" if config == "cpu" else "cuda")
     return run
 
 
@@ -104,7 +112,15 @@ def losses_agree(run: kit.Run, other: kit.Run, bound: float) -> bool:
 
 @pytest.fixture(scope="module")
 def float32(recipe, tmp_path_factory) -> kit.Run:
-    return launched(tmp_path_factory.mktemp("float32") / "run", recipe())
+    """The run in float32, trained once for all processes of pytest-xdist: the others wait for the first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with FileLock(folder / "float32.lock"):
+        run, text = folder / "float32", folder / "float32.txt"
+        if not text.exists():
+            text.write_text(launched(run, recipe()).text)
+        return read_run(run, text.read_text())
 
 
 def test_a_gpu_trains_the_numbers_of_a_cpu(recipe, float32, tmp_path):
@@ -175,6 +191,23 @@ def test_resume_is_bitwise(recipe, float32, tmp_path):
     run = launched(kit.rewind(tmp_path / "run", 10), flags)
     assert "Resuming from step" in run.text
     assert kit.same(run.weights, float32.weights)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_base_of_few_bits_computes_the_losses_of_a_cpu_and_resumes_bitwise(recipe, float32, tmp_path, bits):
+    kit.need_addon("adapters/low_bit_base")
+    pytest.importorskip("peft")
+    if private_apis.bitsandbytes() is None:
+        pytest.skip("bitsandbytes is not installed")
+    adapter = json.dumps({"type": "lora", "r": 4, "target": "all-linear"})
+    values = {"peft": adapter, f"load_in_{bits}bit": True, "merge": True, "save_steps": 10, "save_total_limit": 2}
+    [_, _, *flags] = recipe(**values)
+    flags = ["--model_name_or_path", str(float32.folder / "final"), *flags]  # instead of --model_config
+    run = launched(tmp_path / "run", flags, "bf16")
+    assert losses_agree(run, launched(tmp_path / "cpu", flags, config="cpu"), 5e-2)
+    resumed = launched(kit.rewind(tmp_path / "run", 10, tmp_path / "resumed"), flags, "bf16")
+    assert "Resuming from step" in resumed.text
+    assert kit.same(resumed.weights, run.weights)
 
 
 def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
