@@ -8,6 +8,7 @@ Tests: tests/addons/adapters/test_low_bit_base.py.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,9 +207,7 @@ def linear_8bit(layer: torch.nn.Module, empty: bool) -> torch.nn.Module:
     weight = weight_of(layer, empty)
     rows, columns = weight.shape
     with torch.device("meta"):
-        new = bitsandbytes.nn.Linear8bitLt(
-            columns, rows, layer.bias is not None, has_fp16_weights=False, threshold=OUTLIER
-        )
+        new = moving_linear_8bit()(columns, rows, layer.bias is not None, has_fp16_weights=False, threshold=OUTLIER)
     new.bias = layer.bias
     if empty:
         values = torch.empty(rows, columns, dtype=torch.int8)
@@ -216,3 +215,22 @@ def linear_8bit(layer: torch.nn.Module, empty: bool) -> torch.nn.Module:
     else:
         new.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cpu")  # which quantizes it
     return new
+
+
+@cache
+def moving_linear_8bit() -> type[torch.nn.Module]:
+    """Return bitsandbytes' layer of 8 bits; what it computes with moves to a device together with its weight.
+
+    In bitsandbytes 0.50, values and scales are moved only with a layer that is moved alone. With the model that holds it
+    they stay where they were quantized, and the first forward pass on a GPU fails."""
+
+    class MovingLinear8bit(private_apis.bitsandbytes().nn.Linear8bitLt):  # type: ignore
+        def _apply(self, *arguments, **options):
+            super()._apply(*arguments, **options)
+            for owner in (self.weight, self.state):  # of the first until the first forward pass, then of the second
+                if getattr(owner, "CB", None) is not None:
+                    owner.CB = self.weight.data
+                    owner.SCB = owner.SCB.to(self.weight.device)
+            return self
+
+    return MovingLinear8bit

@@ -1,5 +1,6 @@
 """A base in 4 or 8 bits: the layers and bits of transformers, exact for every split, resumed and evaluated bitwise."""
 
+import copy
 import importlib
 import json
 import re
@@ -156,6 +157,27 @@ def test_evaluation_on_any_cpu_leaves_the_weights_as_they_are(tmp_path, monkeypa
             model.eval()(input_ids=ids)
         same = [torch.equal(layer.weight.data, values) for layer, values in zip(layers, before, strict=True)]
         assert all(same) != is_mutant
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_layers_of_8_bits_move_with_their_model(tmp_path, has_run):
+    """As by model.to(device), to new memory. The mutant is the layer of bitsandbytes, whose state stays where it was."""
+    _, model = opened(tmp_path, save_model(tmp_path / "base"), bits=8)
+    for is_mutant in (False, True):
+        layer = copy.deepcopy(model.model.layers[0].mlp.down_proj).eval()
+        if is_mutant:
+            layer.__class__ = bitsandbytes.nn.Linear8bitLt
+        rows = torch.ones(2, layer.in_features)
+        if has_run:
+            layer(rows)
+        owner = layer.state if has_run else layer.weight
+        scales = owner.SCB.clone()
+        torch.nn.Sequential(layer)._apply(
+            lambda values: values.double() if values.is_floating_point() else values.clone()
+        )
+        assert (owner.CB.data_ptr() == layer.weight.data_ptr()) != is_mutant
+        assert torch.equal(owner.SCB, scales)  # no cast of a model casts them
+        assert layer(rows).isfinite().all()
 
 
 def test_no_kernel_is_fetched_by_importing_bitsandbytes(tmp_path, monkeypatch):
