@@ -17,7 +17,7 @@ class Case:
     lora: bool = False
     recompute: bool = True  # activations, with LoRA: gradient checkpointing
     compile: bool = True
-    whole_graph: bool = False  # train.py compiles the model as one graph, not layer by layer
+    whole_graph: bool = False  # train.py compiles the model below the head as one graph, not layer by layer
     flags: dict = field(default_factory=dict)  # of train.py alone
     environment: dict = field(default_factory=dict)  # of every program
     programs: tuple[str, ...] = ("ours", "plain", "trainer")
@@ -82,7 +82,6 @@ CASES = {
     "124m": EQUAL,
     "124m_autotune": equal("MAX_AUTOTUNE"),
     "124m_descent": equal("COORDINATE_DESCENT_TUNING"),
-    "124m_cudagraphs": equal("CUDAGRAPHS"),
     "124m_whole": equal(whole_graph=True),
     "1b": B1,
     "1b_fp8": replace(B1, environment=FP8, programs=("ours",), against="1b"),

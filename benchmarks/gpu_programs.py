@@ -190,7 +190,7 @@ def train_ours(case: Case, folder: Path) -> None:
     from engine.models import compile_and_recompute
 
     if case.whole_graph:
-        compile_and_recompute.repeated_layers = lambda model: [model]
+        compile_and_recompute.repeated_layers = lambda model: [model.base_model]  # the loss runs it without the head
     clock = Clock(case)
 
     class Timed(train.RunLogger):

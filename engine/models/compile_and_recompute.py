@@ -26,9 +26,10 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, one_width: boo
     if cfg.gradient_checkpointing is not False:
         recompute_activations(model, cfg.gradient_checkpointing)
     if cfg.compile:
-        for layer in repeated_layers(model):
-            # In place: torch.compile(layer) would rename all parameters to _orig_mod.…
-            layer.compile(dynamic=False if one_width and shapes_repeat(cfg) else None)
+        layers = repeated_layers(model)
+        for module in (*layers, *norms_outside(model, layers)):
+            # In place: torch.compile(module) would rename all parameters to _orig_mod.…
+            module.compile(dynamic=False if one_width and shapes_repeat(cfg) else None)
     return model
 
 
@@ -82,6 +83,15 @@ def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the repeated layers, or [model] if it has none. The layers share the code compiled for the first one."""
     names = private_apis.layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names] or [model]
+
+
+def norms_outside(model: torch.nn.Module, layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the norms outside of the repeated layers, such as that before the head, but not torch's own.
+
+    Those of transformers are six kernels forward and a dozen backward: 1.4 % of a step of 124M on an H100."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__ and id(module) not in inside]
+    return [module for module in norms if not type(module).__module__.startswith("torch.")]
 
 
 def compiled_graphs(cfg: RunConfig) -> dict[str, int]:

@@ -15,7 +15,7 @@ from engine.config.run_config import RunConfig
 from engine.loop.memory import describe_activations, input_bytes
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.models import compile_and_recompute as compile_and_recompute_module
-from engine.models.compile_and_recompute import compile_and_recompute, recomputing_layers
+from engine.models.compile_and_recompute import compile_and_recompute, recomputing_layers, repeated_layers
 from engine.models.varlen_attention import document_bounds
 from tests.helpers import backend_runs, kit
 
@@ -87,6 +87,29 @@ def test_shapes_that_repeat_are_compiled_once_each(files, tmp_path, kind):
     assert {width for _, width in shapes} == {9 if kind == "equal" else 12}
     lines = kit.Run(tmp_path / "run").kind("train")
     assert lines[-1]["graphs"] - lines[0]["graphs"] == len(shapes) - 1 == 1  # full ones, and the last one of an epoch
+
+
+def _compiled_modules(model_config, train_file) -> tuple[set[str], set[str], bool]:
+    """Return the names of compiled layers, those of other compiled modules, and whether the logits are as before."""
+    torch.nn.Module.compile = lambda block, **options: COMPILE(block, backend="eager", **options)
+    task, _ = kit.open_data(model_config=model_config, train_file=train_file, dtype="float64")
+    model, ids = task.build().eval(), torch.arange(12)[None]
+    expected = model(input_ids=ids).logits
+    layers = repeated_layers(compile_and_recompute(model, RunConfig(compile=True)))
+    compiled = {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    of_layers = {name for name, module in compiled.items() if module in layers}
+    same = torch.allclose(model(input_ids=ids).logits, expected, rtol=1e-12, atol=0)
+    return of_layers, compiled.keys() - of_layers, same
+
+
+@pytest.mark.parametrize(
+    "config, layers, norms", [("llama", "model.layers", {"model.norm"}), ("gpt2", "transformer.h", set())]
+)
+def test_norms_outside_of_the_layers_are_compiled(files, tmp_path, config, layers, norms):
+    """Those in a layer are compiled with it, and torch's own, those of GPT-2, are one kernel already."""
+    arguments = (files / f"{config}.yaml", files / "train.jsonl")
+    [found] = kit.spawn(1, _compiled_modules, *arguments, out=tmp_path / "out")
+    assert found == ({f"{layers}.0", f"{layers}.1"}, norms, True)
 
 
 LENGTHS = {"sequence_length_warmup_steps": 9, "sequence_length_warmup_start": 2, "max_length": 20}
