@@ -31,6 +31,32 @@ def warn(text: str, any_rank: bool = False) -> None:
         print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write, because other threads print, too
 
 
+said: set[str] = set()  # kinds of warnings that `warn_once` has printed in this process
+_kept: list[dict[str, str]] = []
+
+
+def warn_once(text: str, kind: str = "") -> None:
+    """Print a warning about rows on local rank 0, the first of its kind in this process; a kind is by default the text.
+
+    Within `kept_warnings`, only keep it."""
+    kind = kind or text
+    if _kept:
+        _kept[-1].setdefault(kind, text)
+    elif kind not in said:
+        said.add(kind)
+        warn(text)
+
+
+@contextmanager
+def kept_warnings() -> Iterator[dict[str, str]]:
+    """Within, `warn_once` adds to this dictionary of kind -> text: who prepares rows is not always who prints."""
+    _kept.append({})
+    try:
+        yield _kept[-1]
+    finally:
+        _kept.pop()
+
+
 def call_or_warn(what: str, call: Callable, *args) -> Any:
     """Return `call(*args)`. On any error warn and return None; use it where an error must not end the run."""
     try:

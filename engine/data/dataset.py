@@ -12,7 +12,7 @@ from typing import Any
 from engine.config import parsing, validation
 from engine.config.add_on import AddOn
 from engine.config.addons import fields_of_addons_with, first_answer, follows_evaluations, used_addons
-from engine.config.errors import UsageError, warn, writes_to
+from engine.config.errors import UsageError, warn, warn_once, writes_to
 from engine.config.run_config import RunConfig
 from engine.data.computed_rows import ComputedSplit, open_computed_rows
 from engine.data.mixture import Mixture
@@ -102,6 +102,8 @@ def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
         return computed
     folder = prepare_rows(cfg, task, source)
     stats = json.loads((folder / STATS).read_text())
+    for kind, text in stats.get("warnings", {}).items():
+        warn_once(text, kind)
     if not stats["examples"]:
         return None
     split = Split(folder, stats)

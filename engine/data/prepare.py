@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from engine import task as base
-from engine.config.errors import Failure, UsageError
+from engine.config.errors import Failure, UsageError, kept_warnings, warn_once
 from engine.config.run_config import RunConfig
 from engine.data.column_types import keep_json_text
 from engine.data.data_loader import init_worker
@@ -132,7 +132,8 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     count = len(raw.rows)
     refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
     try:
-        columns, features = task.inspect_columns(raw.rows, source.split)
+        with kept_warnings() as warnings:
+            columns, features = task.inspect_columns(raw.rows, source.split)
     except SeveralTypes as error:
         refuse_mixed([error.column])
         raise
@@ -148,13 +149,15 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
         _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
     )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
-    stats |= {"row_description": task.row_description, "chats": task.reads_chats}
+    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}}
+    _say(warnings, stats)
     digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), features.arrow_schema))
         progress = console.Progress(f"preparing {source.split}", len(blocks), "blocks")
-        for batch, arrays, sums in stack.enter_context(closing(in_processes(processes, encode, blocks))):
+        for batch, arrays, sums, warnings in stack.enter_context(closing(in_processes(processes, encode, blocks))):
+            _say(warnings, stats)
             writer.write_batch(batch)
             digest.update(batch.serialize())
             for name, file in files.items():
@@ -170,6 +173,13 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
         raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(stats)}")
     return stats | {"rows": digest.hexdigest()}
+
+
+def _say(warnings: dict[str, str], stats: dict[str, Any]) -> None:
+    """Print what is new of these warnings, and add it to the statistics, so that each start says it again."""
+    for kind, text in warnings.items():
+        stats["warnings"].setdefault(kind, text)
+        warn_once(text, kind)
 
 
 def _reason_for_no_targets(stats: dict[str, Any]) -> str:
@@ -193,18 +203,21 @@ def block_ranges(rows: int, size: int) -> list[range]:
     return blocks
 
 
-def _encode_block(task: Task, raw: "RawRows", schema: pa.Schema, ids: range) -> tuple[pa.RecordBatch, dict, tuple]:
-    """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`."""
+def _encode_block(
+    task: Task, raw: "RawRows", schema: pa.Schema, ids: range
+) -> tuple[pa.RecordBatch, dict, tuple, dict]:
+    """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`, and the warnings about its rows."""
     kept = raw.source.choose_rows(raw, ids)
     chosen = ids if kept.all() else (ids.start + np.flatnonzero(kept)).tolist()
     if not len(chosen):
         empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()} | {"kept": kept}
-        return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS)
-    rows, batch = encode_rows(task, read_rows(raw.rows, chosen, raw.describe_row), chosen, raw.describe_row, schema)
+        return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS), {}
+    with kept_warnings() as warnings:
+        rows, batch = encode_rows(task, read_rows(raw.rows, chosen, raw.describe_row), chosen, raw.describe_row, schema)
     lengths, targets, cut = (np.asarray(rows[name], np.int64) for name in COUNTS)
     hashes = np.array([xxhash.xxh3_64_intdigest(content) for content in _contents(batch)], np.uint64)
     sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum(), (targets == 0).sum(), len(lengths))
-    return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums
+    return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums, warnings
 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.errors import UsageError, errors_of
+from engine.config.errors import UsageError, errors_of, warn_once
 from engine.text.chat_options import ChatFormat
 from engine.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
 from engine.text.chat_texts import check_parts, choose_render, find_texts
@@ -22,7 +22,6 @@ from engine.text.chat_turns import (
     Structs,
     read_chat,
     warn_of_unread_keys,
-    warn_once,
 )
 from engine.text.template_variables import read_variables
 from engine.text.tokenize_and_pack import IGNORED, token_bytes

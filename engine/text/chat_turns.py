@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.config.errors import did_you_mean, warn
+from engine.config.errors import did_you_mean, warn_once
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
 # Roles of turns that are read, but not trained on. A template may have further ones.
@@ -25,8 +25,6 @@ MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 WRITTEN_BY_USERS = ("arguments", "parameters")  # below these keys a null is a value
 FROM_STRUCTS = ", from structs"  # ends the `id` of a feature of JSON text that is made of structs
 IDENTIFIERS = ("id", "tool_call_id", "type")  # templates may leave them out
-
-warn_once = functools.cache(warn)
 
 
 class Structs(NamedTuple):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UsageError, errors_of, may_be_removed
+from engine.config.errors import UsageError, errors_of, may_be_removed, warn_once
 from engine.text.chat_options import CHATS, ChatFormat
-from engine.text.chat_turns import NO_STRUCTS, find_structs, warn_once
+from engine.text.chat_turns import NO_STRUCTS, find_structs
 from engine.text.row_columns import RATINGS, VARIABLES, Format, choose_format, formats_of_rows
 from engine.text.row_formats import (
     join_prompt,

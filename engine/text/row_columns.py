@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.config.errors import UsageError, did_you_mean
+from engine.config.errors import UsageError, did_you_mean, warn_once
 from engine.config.option import option
-from engine.text.chat_turns import warn_once
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = """

@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.text.chat_turns import ASSISTANT_NAMES, NOT_TRAINED_KEY, TRAIN_KEYS, warn_once
+from engine.config.errors import warn_once
+from engine.text.chat_turns import ASSISTANT_NAMES, NOT_TRAINED_KEY, TRAIN_KEYS
 
 # Roles as ShareGPT, LLaMA-Factory, axolotl and unsloth name them -> as templates do. Names that mean a call, or a call or
 # its result, stand below.

@@ -8,8 +8,8 @@ import inspect
 import json
 from typing import Any
 
+from engine.config.errors import warn_once
 from engine.text.chat_spans import END_GENERATION, GENERATION
-from engine.text.chat_turns import warn_once
 
 OF_TRANSFORMERS = ("messages", "raise_exception", "strftime_now")
 

@@ -6,7 +6,7 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 from typing import Any
 
-from engine.config.errors import UsageError, errors_of, warn
+from engine.config.errors import UsageError, errors_of, warn_once
 from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
 from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
@@ -26,7 +26,6 @@ class PairEncoder:
 
         all_tokens: every token of a completion is a target, also those that both completions begin with."""
         self.all_tokens = all_tokens
-        self.has_warned = False
         columns = examples.column_names
         self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
         # LLaMA-Factory's pairs have the turns before the answer in `conversations`.
@@ -60,7 +59,7 @@ class PairEncoder:
         pairs = [self.encoder.encode_batch(self._sequences(batch, side, locations), locations) for side in SIDES]
         rows: dict[str, list] = {f"{side}_ids": made["input_ids"] for side, made in zip(SIDES, pairs, strict=True)}
         rows |= {name: [] for name in ("chosen_labels", "rejected_labels", "length", "targets", "cut")}
-        if self.chat and self.prompt not in self.needed and not self.has_warned:
+        if self.chat and self.prompt not in self.needed:
             self._warn_of_other_questions(batch, locations)
         for i, ids in enumerate(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)):
             differs = (k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
@@ -73,16 +72,14 @@ class PairEncoder:
         return rows
 
     def _warn_of_other_questions(self, batch: dict[str, list], locations) -> None:
-        """Warn, once, of a pair of whole chats in which the user says different things."""
+        """Warn of the first pair of whole chats in which the user says different things."""
         for location, *chats in zip(locations, *(batch[side] for side in SIDES), strict=True):
             one, other = (
                 [turn.get("content") for turn in read_answer(chat, "") if turn.get("role") == "user"] for chat in chats
             )
-            if one != other and not self.has_warned:
-                self.has_warned = True
-                warn(
-                    f"{location}: the user says other things in `chosen` than in `rejected`: they answer other questions"
-                )
+            if one != other:
+                problem = "the user says other things in `chosen` than in `rejected`: they answer other questions"
+                warn_once(f"{location}: {problem}", kind=problem)
 
     def _counts(self, chosen: list[int], rejected: list[int]) -> bool:
         """Return whether a pair with these labels has what its loss needs."""

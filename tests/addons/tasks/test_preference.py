@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 
 from addons.tasks import kto, preference
 from addons.tasks.preference.pair_losses import odds_ratio
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, said
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
-from engine.text.chat_turns import warn_once
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
@@ -98,7 +97,7 @@ def test_chat_pairs(fields, tmp_path, prompt, before):
     ],
 )
 def test_only_columns_that_are_ignored_are_warned_of(fields, tmp_path, capsys, row, more, warning):
-    warn_once.cache_clear()
+    said.clear()
     opened(fields, tmp_path, [{"prompt": "the cat"} | row | more])
     printed = capsys.readouterr().err
     assert warning in printed

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, said
 from engine.data import dataset, prepare
 from engine.data.prepared_split import data_notes
 from engine.loop import run_record
@@ -292,6 +292,32 @@ def test_cache_per_node_prepares_the_same_bytes_on_each_node(fields, tmp_path):
     kit.spawn(2, _open_on_two_hosts, fields, tmp_path, out=tmp_path / "out")
     one, other = (digest(tmp_path / f"node_node{i}.cluster") for i in (0, 1))
     assert one == other != {}
+
+
+# ---- warnings about rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_warnings_about_rows_are_said_once_at_each_start(
+    fields, tools, tmp_path, small, capsys, monkeypatch, processes
+):
+    """Also if another rank has prepared the rows, which prints nothing."""
+    turns = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three", "mood": "good"}]
+    fields["train_file"] = kit.write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns, "weight": 1}] * 200)
+    fields |= {"chat_template": "chatml", "preprocessing_num_workers": processes, "cache_dir": tmp_path / "cache"}
+    for rank, count in ((1, 0), (0, 1), (0, 1)):
+        said.clear()  # of the process before
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        kit.open_data(**fields)
+        printed = capsys.readouterr().err
+        assert printed.count("the chat template does not read `mood` of a turn") == count
+        assert printed.count("the columns weight are not used") == count
+    said.clear()
+    monkeypatch.setattr(dataset, "warn_once", lambda *_: None)  # the mutant says them only where rows are prepared
+    kit.open_data(**fields)
+    assert "mood" not in capsys.readouterr().err
+    [facts] = tmp_path.glob("cache/prepared/*/facts.json")
+    assert len(json.loads(facts.read_text())["blocks"]) > 5
 
 
 # ---- make data -----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, said
 from engine.text import chat_spans
 from engine.text.chat import encode_chat, render_chat
-from engine.text.chat_turns import Structs, read_chat, warn_once
+from engine.text.chat_turns import Structs, read_chat
 from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
@@ -241,7 +241,7 @@ def test_template_with_two_marked_parts_in_a_turn(tokenizer):
 
 
 def test_training_of_other_roles_is_warned_of(tokenizer, capsys):
-    warn_once.cache_clear()
+    said.clear()
     render(tokenizer, kit.CHATML, [CHAT[0] | {"train": True}, CHAT[1] | {"train": True}])
     assert "only turns of the assistant" in capsys.readouterr().err
     render(tokenizer, kit.CHATML, [CHAT[0] | {"train": False}, CHAT[1] | {"train": True}])
@@ -488,7 +488,7 @@ GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_
     ],
 )
 def test_warnings(tokenizer, capsys, template, words):
-    warn_once.cache_clear()
+    said.clear()
     tokenizer.chat_template = template
     encode_chat(tokenizer, CHAT, "row 3", None)
     warnings = capsys.readouterr().err
@@ -497,7 +497,7 @@ def test_warnings(tokenizer, capsys, template, words):
 
 
 def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
-    warn_once.cache_clear()
+    said.clear()
     tokenizer.chat_template = kit.CHATML
     chat = [CHAT[0] | {"name": "Ann", "id": "a1"}, CHAT[1]]
     encode_chat(tokenizer, chat, "row 3", None)

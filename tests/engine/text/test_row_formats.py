@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, said
 from engine.data.prepared_split import describe_rows
-from engine.text import chat_turns, encode_rows, row_formats
+from engine.text import encode_rows, row_formats
 from engine.text.encode_rows import Encoder
 from tests.helpers import kit
 
@@ -405,7 +405,7 @@ def test_error_of_a_row_ends_the_run_with_code_2(folder, tmp_path):
 
 def choose(columns, capsys, **named) -> tuple[list, str]:
     """Return (the columns that are read, what is printed) for data with these columns."""
-    chat_turns.warn_once.cache_clear()
+    said.clear()
     encoder = Encoder(object(), 9, 9, False, "text", True, named=named)
     needed, _ = encoder.choose(columns, "train")
     return needed, capsys.readouterr().err

@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 
 import train
 from engine.config import parsing
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, said
 from engine.task_registry import OPTIONS
 from engine.text.chat import encode_chat
 from engine.text.chat_options import ChatFormat, ChatOptions, make_chat_format
-from engine.text.chat_turns import warn_once
 from engine.text.template_choice import choose_template
 from engine.text.template_families import family_files
 from engine.text.template_variables import without_marks
@@ -319,7 +318,7 @@ def test_variables_in_a_column_of_the_data(tmp_path, file_type):
 
 
 def test_variables_of_a_row_that_are_not_read_are_warned_of(folder, capsys):
-    warn_once.cache_clear()
+    said.clear()
     tokenizer = tokenizer_with(folder, VARIABLE)
     assert targets(tokenizer, ChatFormat(), CHAT, {"enable_thinking": False, "messages": []})[0].startswith("user: hi")
     warnings = capsys.readouterr().err
@@ -336,7 +335,7 @@ def test_date_of_a_run_replaces_that_of_today(folder, capsys):
     )
     tokenizer = tokenizer_with(folder, template + kit.CHATML)
     for given, warned in (({}, True), ({"date_string": "1 May"}, False)):
-        warn_once.cache_clear()
+        said.clear()
         chosen = make_chat_format(tokenizer, ChatOptions(chat_template_kwargs=given))
         targets(tokenizer, chosen)
         assert ("writes the date" in capsys.readouterr().err) == warned
