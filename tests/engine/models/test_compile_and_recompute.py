@@ -52,6 +52,15 @@ def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tm
     assert run.weights.keys() == plain.weights.keys()
 
 
+def test_compiled_layers_and_norms_compute_the_same_on_fsdp2(files, fsdp2_alone, tmp_path):
+    """Sharded on two ranks; compiled by Dynamo's own backend. The norm before the head is no FSDP group of its own."""
+    argv = backend_runs.fsdp2_recipe(files, compile=True, pad_to_multiple_of=32, output_dir=tmp_path / "run")
+    kit.spawn(2, _compiled, argv, env=backend_runs.where("fsdp2", 2), out=tmp_path / "out")
+    run = kit.Run(tmp_path / "run")
+    assert run.kind("train")[-1]["graphs"] > 0
+    backend_runs.check_same_run(fsdp2_alone, run, rel=1e-5)
+
+
 def _shapes(argv) -> tuple[list, set]:
     """Train; return how layers were compiled, and the shapes of their inputs in training."""
     options, shapes = [], set()

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from engine.process import console
 from tests.helpers import kit
 from tests.helpers.backend_runs import recipe
@@ -28,6 +30,7 @@ def test_lines_in_a_file(files, tmp_path):
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 
+@pytest.mark.cluster  # starts train.py twice
 def test_full_disk_of_the_output_does_not_end_a_run(files, tmp_path):
     """The mutant keeps the streams as they are."""
     flags = recipe(files, max_steps=2, logging_steps=1, output_dir="run")

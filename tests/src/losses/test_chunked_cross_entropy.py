@@ -191,6 +191,7 @@ def test_three_matrix_products(small_chunks, low):
 # ---- compiled ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster  # needs a C++ compiler
 def test_compiled_once_for_any_number_of_rows():
     """inductor on a CPU: the function that accelerators run, by the same path."""
     from torch._dynamo.utils import counters
