@@ -51,6 +51,8 @@ class Task:
     # Set by `inspect_columns`:
     row_description: str = ""  # a sentence for the plan on how rows are read
     reads_chats: bool = False  # whether rows are chats
+    # Why none of the rows may have a target, for an error.
+    without_targets: str = "all labels are masked (-100), or no turn is the assistant's"
     # Set with the training data: the token that ends a turn of chats.
     end_of_turn: int | None = None
     optional_columns: Sequence[

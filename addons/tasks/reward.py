@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
+from addons.tasks.preference.preference_pairs import SIDES, WITHOUT_TARGETS, PairEncoder
 from engine import task as base
 from engine.config.errors import UsageError
 from engine.config.option import option
@@ -42,6 +42,7 @@ class Options(ChatOptions):
 
 
 class Task(base.Task):
+    without_targets = WITHOUT_TARGETS
     cut_by_cost = False  # both sequences of a pair are padded to the longest one
     new_head = ("score", "classifier", "pooler", "pre_classifier", "classification_head")
 

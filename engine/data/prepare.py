@@ -171,7 +171,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
         raise UsageError(source.explain_no_rows(count))
     if not stats["targets"]:
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
-        raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(stats)}")
+        raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(task, stats)}")
     return stats | {"rows": digest.hexdigest()}
 
 
@@ -182,14 +182,14 @@ def _say(warnings: dict[str, str], stats: dict[str, Any]) -> None:
         warn_once(text, kind)
 
 
-def _reason_for_no_targets(stats: dict[str, Any]) -> str:
+def _reason_for_no_targets(task: Task, stats: dict[str, Any]) -> str:
     """Return the reason, and the fix if there is one, from the counts of a split without a target."""
     if stats["rows_cut"]:
         cut = f"{stats['rows_cut']:,} of them are longer than max_length, and truncation has removed their targets"
         return f"{cut}: raise --max_length"
     if stats["longest"] < 2:
         return "every row is too short: no row has two tokens"
-    return "all labels are masked (-100), or no turn is the assistant's"
+    return task.without_targets
 
 
 def block_ranges(rows: int, size: int) -> list[range]:

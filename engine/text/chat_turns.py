@@ -180,7 +180,9 @@ def _read_content(i: int, turn: dict) -> Any:
 
 
 def _read_tools(tools: Any) -> Any:
-    """Return the tools of a row; a text is JSON. Raise ValueError if they are no list of dicts."""
+    """Return the tools of a row; a text is JSON, and an empty one None. Raise ValueError if they are no list of dicts."""
+    if isinstance(tools, str) and not tools.strip():
+        return None
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
         if isinstance(tools, list):

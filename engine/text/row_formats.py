@@ -112,12 +112,10 @@ def _read_call(i: int, turn: dict) -> dict:
 
 
 def read_tools(tools: Any) -> Any:
-    """Return tools each as `{"type": "function", "function": …}`, as templates take them; an empty text is none.
+    """Return tools each as `{"type": "function", "function": …}`, as templates take them.
 
     JSON text stays text: unlike in structs, a null in it was written."""
     if isinstance(tools, str):
-        if not tools.strip():
-            return None
         return _change_json(tools, read_tools)
     if isinstance(tools, list):
         return [_wrap(tool) for tool in tools]

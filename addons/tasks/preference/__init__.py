@@ -19,7 +19,7 @@ import torch
 from addons.tasks.distillation.reference import ReferenceOptions, ReferenceTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.pair_losses import PAIR_LOSSES, SMOOTHED, PairLoss
-from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
+from addons.tasks.preference.preference_pairs import SIDES, WITHOUT_TARGETS, PairEncoder
 from engine.config.option import option
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
@@ -92,6 +92,8 @@ class Options(ReferenceOptions, ChatOptions):
 
 
 class Task(ReferenceTask):
+    without_targets = WITHOUT_TARGETS
+
     @property
     def has_reference(self) -> bool:
         """Return whether the loss has a reference."""

@@ -18,6 +18,9 @@ SYSTEM = "system"  # read beside `conversations`, as in other rows of that forma
 SIDES = ("chosen", "rejected")
 
 
+WITHOUT_TARGETS = "in each pair, `chosen` and `rejected` are equal, or one of them has no answer"
+
+
 class PairEncoder:
     """Encodes the pairs of a split, all text or all chats, with the Encoder of language models."""
 

@@ -80,6 +80,11 @@ def test_chat_pairs(fields, tmp_path, prompt, before):
     assert decoded(task, row, "rejected")[1] == "ran over<|endoftext|>\n"
 
 
+def test_pairs_that_are_all_equal_are_named(fields, tmp_path):
+    with pytest.raises(UsageError, match=r"none of the 2 rows of .* `chosen` and `rejected` are equal"):
+        opened(fields, tmp_path, [{"chosen": CHAT[:1], "rejected": CHAT[:1]}] * 2)
+
+
 @pytest.mark.parametrize(
     "row, more, warning",
     [

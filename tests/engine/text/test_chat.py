@@ -381,6 +381,11 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
+@pytest.mark.parametrize("tools", [None, "", " ", "[]", []])
+def test_a_row_may_have_no_tools(tools):
+    assert read_chat(CHAT, tools).tools is None
+
+
 @pytest.mark.parametrize("tools, words", [("f(x)", "text, but not JSON"), ({"name": "f"}, "not a list"), (5, "not a")])
 def test_tools_that_are_no_list_are_refused(tokenizer, tools, words):
     with pytest.raises(ValueError, match=f"`tools` of the row.*{words}"):
