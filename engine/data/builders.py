@@ -13,6 +13,7 @@ from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.text.text import Text
 
 from engine.data import csv_reader, json_reader
 from engine.data.column_types import cast_table, join_features
@@ -39,7 +40,8 @@ class OneType(datasets.ArrowBasedBuilder):
             groups = [split.gen_kwargs.get("files_iterables") or [split.gen_kwargs["files"]] for split in splits]
             files = [file for group in groups for some in group for file in some]
             separator = getattr(self.config, "sep", ",")
-            features = [features_of_file(self.format, file, separator) for file in files]
+            # `datasets` names what is inside a compressed file gzip://…, which its `open` reads
+            features = [features_of_file(self.format, file, separator, open) for file in files]
             self.info.features = join_features(features, self.format)
         return splits
 
@@ -93,6 +95,8 @@ def load_builder(path: str, config_name: str | None = None, **options) -> Any:
 
     Arguments are those of `datasets.load_dataset_builder`."""
     builder = datasets.load_dataset_builder(path, config_name, **options)
+    if isinstance(builder, Text) and builder.config.encoding == "utf-8":
+        builder.config.encoding = "utf-8-sig"  # without the byte order mark
     own = next((own for theirs, own in OWN.items() if isinstance(builder, theirs)), None)
     if own is None:
         return builder

@@ -19,6 +19,7 @@ ROWS = 200_000
 CHARACTERS = 16 << 20
 LONGEST_CELL = 1 << 30  # characters
 TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_())  # of columns
+OTHER_DIGITS = r"^([-+]?0\d|\+)"  # of an integer that is written otherwise than it would be as a number
 BOOLS = pa.array(["true", "True", "TRUE", "false", "False", "FALSE"])  # a cast would also take 1, a number
 
 
@@ -56,10 +57,10 @@ def has_own_dialect(config) -> bool:
     return len(config.sep) > 1 or any(getattr(config, name) != getattr(default, name) for name in dialect)
 
 
-def types_of_file(file: str, delimiter: str = ",") -> dict[str, pa.DataType]:
+def types_of_file(file: str, delimiter: str = ",", open_file: Callable = open) -> dict[str, pa.DataType]:
     """Return the types of the columns of a file: of all its rows."""
     types: dict[str, pa.DataType | None] = {}
-    with open(file, "rb") as binary:
+    with open_file(file, "rb") as binary:
         for cells in _read_cells(binary, file, delimiter):
             for name, column in cells.items():
                 types[name] = _join(types.get(name), _type_of(column.drop_null()))
@@ -126,7 +127,7 @@ def _blocks(reader: Iterator[list[str]], columns: int) -> Iterator[list[list[str
 def _type_of(cells: pa.Array) -> pa.DataType | None:
     """Return the type of CSV cells; None if there are none.
 
-    A float64 would round integers that int64 cannot hold: they stay text."""
+    A float64 would round integers that int64 cannot hold, and an int64 would lose the zeros of 007: they stay text."""
     if not len(cells):
         return None
     kind = pa.float64()
@@ -142,4 +143,11 @@ def _type_of(cells: pa.Array) -> pa.DataType | None:
 
 def _convert(cells: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the cells as values of this type. Raise ArrowInvalid, with the cell, for one that is no such value."""
-    return cells if kind == pa.string() else pc.utf8_trim_whitespace(cells).cast(kind)
+    if kind == pa.string():
+        return cells
+    trimmed = pc.utf8_trim_whitespace(cells)
+    if kind == pa.int64():
+        changed = trimmed.filter(pc.match_substring_regex(trimmed, OTHER_DIGITS))
+        if len(changed):
+            raise pa.ArrowInvalid(f"'{changed[0]}' is an integer with a leading zero or plus, which a number loses")
+    return trimmed.cast(kind)

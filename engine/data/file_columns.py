@@ -4,7 +4,7 @@ Tests: tests/engine/data/test_column_types.py.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,14 +22,18 @@ EMPTY = "an empty list"  # of any type
 BROKEN_TEXT = "text with half of a surrogate pair, which is no character"
 
 
-def features_of_file(builder: str | None, file: str, separator: str = ",") -> "Features | dict":
-    """Return the features of the columns of a file, of all its rows; {} where `datasets` alone knows them."""
+def features_of_file(
+    builder: str | None, file: str, separator: str = ",", open_file: Callable = open
+) -> "Features | dict":
+    """Return the features of the columns of a file, of all its rows; {} where `datasets` alone knows them.
+
+    `open_file` opens JSON and CSV files, which may be compressed."""
     from pyarrow import parquet
 
     if builder == "json":
-        return json_reader.features_of_file(file)
+        return json_reader.features_of_file(file, open_file)
     if builder == "csv":
-        return features_of_schema(pa.schema(csv_reader.types_of_file(file, separator)))
+        return features_of_schema(pa.schema(csv_reader.types_of_file(file, separator, open_file)))
     if builder == "parquet":
         return features_of_schema(parquet.read_schema(file))
     if builder == "arrow":

@@ -62,9 +62,9 @@ def _features_to_stream(features: "Features", only: list[str] | None) -> "Featur
     return Features({n: json_text(NESTED) if "'null'" in repr(each) else each for n, each in kept.items()})
 
 
-def features_of_file(file: str) -> "Features":
+def features_of_file(file: str, open_file: Callable = open) -> "Features":
     """Return the features of the columns of a file: of all its rows."""
-    with open(file, "rb") as binary:
+    with open_file(file, "rb") as binary:
         return join_features(chunk.features() for chunk in _chunks(binary, file, CHUNK))
 
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 # File suffix -> the builder of `datasets` that reads such files
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-DATA = BUILDERS.keys() - {".json", ".txt"}  # suffixes of files that are nothing else
+COMPRESSED = {".gz", ".bz2", ".lz4", ".xz", ".zst", ".zip"}  # `datasets` reads them in folders
+# Suffixes of files that are nothing but data; others are data if they are named like a split
+DATA = BUILDERS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED
+SPLITS = ("train", "valid", "val", "dev", "test", "eval")
 
 
 @dataclass(frozen=True)
@@ -244,11 +247,17 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
         is_remote = "://" in file or "::" in file
         if not (plain_data(file) if is_remote else is_inside):
             raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
-    data = {file for file in source.files if Path(file).suffix in DATA}
+    data = {file for file in source.files if _is_data(Path(file))}
     unread = sorted(data - {os.path.abspath(file) for file in files})
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
         warn(
-            f"{source.field}: {unread[0]} and {len(unread) - 1} more not read: to use all, list them as --train_file",
+            f"{source.field}: {unread[0]} and {len(unread) - 1} more not read, as the files of a folder are of one type, "
+            "and named after its splits: to use all, list them as --train_file",
             any_rank=True,
         )
     return files
+
+
+def _is_data(file: Path) -> bool:
+    is_of_split = file.suffix in BUILDERS and file.stem.lower().startswith(SPLITS)
+    return file.suffix in DATA or is_of_split

@@ -1,5 +1,7 @@
 """Files that are bad, or that `datasets` would misread: refused with file and row, or read correctly; never silently."""
 
+import bz2
+import gzip
 import json
 import os
 from pathlib import Path
@@ -23,6 +25,7 @@ GOOD = {
     "cr.csv": b"text,n\rab,1\rcd,2\r",
     "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
     "windows.txt": b"ab\r\ncd",
+    "bom.txt": BOM + b"ab\ncd\n",
     "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
     "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
     "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
@@ -173,9 +176,9 @@ def test_csv_types_are_those_of_all_rows(tmp_path, monkeypatch, limit):
 
 
 def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
-    """Integers above int64 would be rounded to float64; 1 is no bool."""
-    rows = ["12345678901234567891,true", "2,1"]
-    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool", *rows, ""])})
+    """Integers above int64 would be rounded to float64; 1 is no bool; the classes 01 and 1 would be one."""
+    rows = ["12345678901234567891,true,01,+1", "2,1,1,1"]
+    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool,zero,plus", *rows, ""])})
     found = raw_rows(tmp_path, train_file=[str(file)]).rows
     assert [",".join(row.values()) for row in found] == rows
 
@@ -234,9 +237,21 @@ def test_new_file_with_an_old_time_is_read_again(open_data, tmp_path):
             assert texts(task, splits["train"]) == rows
 
 
+@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.json.bz2", "train.csv.gz", "train.txt.gz"])
+def test_compressed_files_of_a_folder_are_read(open_data, tmp_path, name):
+    content = {"jsonl": lines({"text": "ab"}, {"text": "cd"}), "csv": "text,n\nab,1\ncd,2\n", "txt": "ab\ncd\n"}
+    content["json"] = json.dumps([{"text": "ab"}, {"text": "cd"}])
+    compress = gzip.compress if name.endswith("gz") else bz2.compress
+    write(tmp_path / "data", {name: compress(content[name.split(".")[1]].encode())})
+    task, splits = open_data(dataset_name=tmp_path / "data")
+    assert texts(task, splits["train"]) == ["ab", "cd"]
+
+
 def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
     files = {"train.jsonl": lines(ROW), "test.jsonl": lines(ROW), "more.csv": "text\nx\n", "extra.jsonl": lines(ROW)}
-    write(tmp_path / "data", files | {"tokenizer.json": "{}"})
+    others = {"tokenizer.json": "{}", "labels.txt": "a"}
+    unread = {"more.tsv": "text\nx\n", "more.jsonl.gz": gzip.compress(b"{}"), "train-2.txt": "x\n"}
+    write(tmp_path / "data", files | others | unread)
     _, splits = open_data(dataset_name=tmp_path / "data")
-    assert f"{tmp_path}/data/extra.jsonl and 1 more not read" in capfd.readouterr().err
+    assert f"{tmp_path}/data/extra.jsonl and 4 more not read" in capfd.readouterr().err
     assert data_notes(splits) == ["validation data: 1 of 1 examples checked are also in the training data"]
