@@ -55,6 +55,7 @@ class Task:
     without_targets: str = "all labels are masked (-100), or no turn is the assistant's"
     # Set with the training data: the token that ends a turn of chats.
     end_of_turn: int | None = None
+    id_columns: tuple[str, ...] = ("input_ids",)  # of the prepared rows: token ids, in which unknown ones are counted
     optional_columns: Sequence[
         str
     ] = ()  # columns that `encode` reads if they are there; those of a stream may be missing

@@ -55,6 +55,7 @@ class Options:
 
 class Task(BatchLossTask):
     new_head = ("logit_scale",)
+    id_columns = ("ids_0", "ids_1", "ids_2")  # of anchors, positives and negatives
 
     def load(self) -> None:
         o = self.options

@@ -44,6 +44,7 @@ class Options(ChatOptions):
 class Task(base.Task):
     without_targets = WITHOUT_TARGETS
     cut_by_cost = False  # both sequences of a pair are padded to the longest one
+    id_columns = ("chosen_ids", "rejected_ids")
     new_head = ("score", "classifier", "pooler", "pre_classifier", "classification_head")
 
     def load(self) -> None:

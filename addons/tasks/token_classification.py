@@ -14,14 +14,21 @@ import numpy as np
 import torch
 
 from engine import task as base
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, warn
 from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
 from engine.text.labels import Labels
-from engine.text.tokenize_and_pack import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
+from engine.text.tokenize_and_pack import (
+    IGNORED,
+    pad_columns,
+    padded_length,
+    require_text,
+    tokenize_truncated,
+    warn_of_special_tokens,
+)
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import ClassCrossEntropy
 
@@ -42,6 +49,7 @@ class Options(ClassCrossEntropy):
 class Task(base.Task):
     can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
+    has_warned = False  # of a word without a token
 
     @property
     def labels(self) -> Any:
@@ -95,12 +103,27 @@ class Task(base.Task):
         texts = [" ".join(row) for row in words]
         encoded, columns = tokenize_truncated(self.tokenizer, [texts], self.max_length, return_offsets_mapping=True)
         labels = []
-        for location, row, names, spans in zip(locations, words, tags, encoded["offset_mapping"], strict=True):
+        rows = zip(locations, words, tags, encoded["offset_mapping"], columns["cut"], strict=True)
+        for location, row, names, spans, cut in rows:
+            warn_of_special_tokens(self.tokenizer, row, column, [location] * len(row))
             ids = self.tags.ids(names, [location] * len(names))
             begins = word_of_each_token(spans, row)
+            self._warn_of_lost_word(location, row, names, begins, cut)
             labels.append([IGNORED if word is None else ids[word] for word in begins])
         targets = [sum(label != IGNORED for label in row) for row in labels]
         return columns | {"input_ids": encoded["input_ids"], "labels": labels, "targets": targets}
+
+    def _warn_of_lost_word(self, location, words: list[str], tags: list, begins: list[int | None], cut: int) -> None:
+        """Warn, once, of a word that no token begins, such as one without a visible character: its tag is lost."""
+        begun = {word for word in begins if word is not None}
+        end = max(begun, default=0) if cut else len(words)
+        lost = next((word for word in range(end) if word not in begun), None)
+        if lost is not None and not self.has_warned:
+            self.has_warned = True
+            warn(
+                f"{location}: no token begins with the word {words[lost]!r}, so its tag {tags[lost]!r} is not trained on "
+                "(more such words are not named)"
+            )
 
     def on_prepared(self, features) -> None:
         """Store the tags of the prepared data, unless they are known already."""

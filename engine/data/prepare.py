@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import xxhash
 
@@ -216,8 +217,22 @@ def _encode_block(
         rows, batch = encode_rows(task, read_rows(raw.rows, chosen, raw.describe_row), chosen, raw.describe_row, schema)
     lengths, targets, cut = (np.asarray(rows[name], np.int64) for name in COUNTS)
     hashes = np.array([xxhash.xxh3_64_intdigest(content) for content in _contents(batch)], np.uint64)
-    sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum(), (targets == 0).sum(), len(lengths))
+    sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum(), (targets == 0).sum())
+    sums += (_unknown_tokens(task, batch), len(lengths))
     return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums, warnings
+
+
+def _unknown_tokens(task: Task, batch: pa.RecordBatch) -> int:
+    """Return how many token ids of prepared rows are the unknown token of the tokenizer.
+
+    Where that is also the end of the text, as in GPT-2, the tokenizer knows all bytes."""
+    tokenizer = getattr(task, "tokenizer", None)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return 0
+    columns = [batch[name] for name in task.id_columns if name in batch.schema.names]
+    lists = [pc.list_flatten(ids) for ids in columns if pa.types.is_nested(ids.type)]
+    return sum(pc.sum(pc.equal(ids, unknown)).as_py() or 0 for ids in lists)
 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:

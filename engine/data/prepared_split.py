@@ -69,7 +69,8 @@ def keep_encoded(rows: "Dataset") -> "Dataset":
 
 ROWS = "rows.arrow"
 STATS = "facts.json"
-SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target", "examples")  # in STATS
+# In STATS
+SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target", "unknown_tokens", "examples")
 # Files with a number for each row: tokens; a hash of the content (of each document, if packed); for each raw row
 # whether it belongs to the split.
 ARRAYS = {"lengths": np.int32, "hashes": np.uint64, "kept": np.bool_}
@@ -198,7 +199,8 @@ def task_stats(task) -> dict:
 
 
 def data_notes(splits: dict) -> list[str]:
-    """Return notes on truncated rows, rows without a target, and validation rows that are also in the training data."""
+    """Return notes on truncated rows, rows without a target, tokens that the tokenizer does not know, and validation rows
+    that are also in the training data."""
     notes = []
     for name, split in splits.items():
         stats = split.stats
@@ -213,6 +215,10 @@ def data_notes(splits: dict) -> list[str]:
         if stats["without_target"]:
             text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and are not trained on"
             notes.append(f"{name} data: {text}")
+        if stats["unknown_tokens"]:
+            share = stats["unknown_tokens"] / stats["tokens"]
+            text = f"{stats['unknown_tokens']:,} tokens ({share:.2%}) are the unknown token of the tokenizer"
+            notes.append(f"{name} data: {text}: it has no token for these words or characters, so they are lost")
     both, checked = repeated(splits)
     if both:
         notes.append(f"validation data: {both:,} of {checked:,} examples checked are also in the training data")

@@ -24,7 +24,7 @@ from engine.text.chat_turns import (
     warn_of_unread_keys,
 )
 from engine.text.template_variables import read_variables
-from engine.text.tokenize_and_pack import IGNORED, token_bytes
+from engine.text.tokenize_and_pack import IGNORED, token_bytes, warn_of_special_tokens
 
 OWN_FORMAT = ChatFormat()  # the tokenizer's own template
 REASONING_IN_CONTENT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
@@ -66,6 +66,8 @@ def encode_chat(
         text, spans = render_chat(tokenizer, chat, template, values)
         if chat_format.masks_empty_reasoning:
             spans = _without_empty_reasoning(text, spans, empty_reasoning(tokenizer, template, json.dumps(values)))
+        contents = [turn.get("content") for turn in chat.turns]
+        warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
         text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoded["input_ids"])

@@ -31,6 +31,7 @@ from engine.text.tokenize_and_pack import (
     require_text,
     tokenize_continuation,
     tokenize_with_bytes,
+    warn_of_special_tokens,
 )
 
 
@@ -155,6 +156,7 @@ class Encoder:
     def _encode_texts(self, batch: dict[str, list], locations) -> Iterator[Document]:
         texts = batch[self.text_column]
         require_text(texts, self.text_column, locations)
+        warn_of_special_tokens(self.tokenizer, texts, self.text_column, locations)
         for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):
             ids, sizes = self._with_eos(ids, sizes)
             yield Document(ids, ids, sizes)
@@ -168,6 +170,8 @@ class Encoder:
         columns = [self.format.required[part] for part in parts]
         for column in columns:
             require_text(batch[column], column, locations)
+            if not self.reads_chats:  # encode_chat warns of them
+                warn_of_special_tokens(self.tokenizer, batch[column], column, locations)
         return [batch[column] for column in columns]
 
     def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[Document]:

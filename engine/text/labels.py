@@ -68,9 +68,12 @@ class Labels:
                     f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                     f"`{self.column}`, or a model with the labels in its config"
                 )
+            values = list(values)
             names = self._distinct(values, split)
         if len(names) < 2:
             only = ", ".join(names) or "empty"
+            if names and None in values:  # in CSV also a cell such as NA
+                only += ", or holds nothing,"
             raise UsageError(f"{split} data: `{self.column}` is {only} in every row: give data with two labels or more")
         return names
 

@@ -4,13 +4,15 @@ Tests: tests/engine/text/test_tokenize_and_pack.py.
 """
 
 import bisect
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, warn
 
 IGNORED = -100  # label of a token that is not a target
 TEXTS = 16  # per tokenizer call: its output takes about 100 bytes per character
@@ -24,12 +26,40 @@ def require_text(values: list, column: str, locations) -> None:
             raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
 
 
+def warn_of_special_tokens(tokenizer, texts: Iterable, column: str, locations) -> None:
+    """Warn of the first text that holds a special token: the tokenizer reads it as the token that it names, not as text.
+
+    Once for each column and token in a process. `locations`: of the texts."""
+    pattern = _special_tokens(tokenizer)
+    for text, location in zip(texts, locations, strict=True):
+        found = pattern.search(text) if pattern and isinstance(text, str) else None
+        if found and (column, found[0]) not in _WARNED:
+            _WARNED.add((column, found[0]))
+            warn(
+                f"{location}: `{column}` holds {found[0]!r}, which the tokenizer reads as its special token, not as text: "
+                "remove it from such rows, unless the token is meant"
+            )
+
+
+_WARNED: set[tuple[str, str]] = set()  # columns and the special tokens that they hold
+
+
+@functools.lru_cache
+def _special_tokens(tokenizer) -> re.Pattern | None:
+    """Return a pattern of the special tokens that a tokenizer finds in texts; None if there are none."""
+    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    if not tokens or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
 def tokenize_columns(
     tokenizer, batch: dict[str, list], columns: list[str], max_length: int, locations
 ) -> tuple[Any, dict[str, list]]:
     """Return what `tokenize_truncated` does for a column of texts, or two as pairs. Raise UsageError for other values."""
     for column in columns:
         require_text(batch[column], column, locations)
+        warn_of_special_tokens(tokenizer, batch[column], column, locations)
     return tokenize_truncated(tokenizer, [batch[column] for column in columns], max_length)
 
 

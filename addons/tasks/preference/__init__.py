@@ -93,6 +93,7 @@ class Options(ReferenceOptions, ChatOptions):
 
 class Task(ReferenceTask):
     without_targets = WITHOUT_TARGETS
+    id_columns = ("chosen_ids", "rejected_ids")
 
     @property
     def has_reference(self) -> bool:

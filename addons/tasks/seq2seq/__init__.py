@@ -22,7 +22,13 @@ from engine.models.generation import GenerationOptions, decode_rows, generate_to
 from engine.process.private_apis import known_masks
 from engine.task import Batch
 from engine.text.labels import require_columns
-from engine.text.tokenize_and_pack import IGNORED, padded_length, require_text, tokenize_truncated
+from engine.text.tokenize_and_pack import (
+    IGNORED,
+    padded_length,
+    require_text,
+    tokenize_truncated,
+    warn_of_special_tokens,
+)
 from src.losses.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 from src.losses.metrics import check_metrics, compute_metrics
@@ -58,6 +64,7 @@ class Task(base.Task):
     attributes_from_weights = ("plain_head", "generation_config")
 
     cut_by_cost = False  # sources and targets are padded apart
+    id_columns = ("input_ids", "labels")
 
     def load(self) -> None:
         o = self.options
@@ -98,6 +105,7 @@ class Task(base.Task):
         o, limit = self.options, self.options.max_target_length
         for column in (o.source_column, o.target_column):
             require_text(batch[column], column, locations)
+            warn_of_special_tokens(self.tokenizer, batch[column], column, locations)
         texts = [o.source_prefix + text for text in batch[o.source_column]]
         source, source_counts = tokenize_truncated(self.tokenizer, [texts], self.max_length)
         sources = [ids or [self.end] for ids in source["input_ids"]]  # attention needs a token
@@ -106,7 +114,12 @@ class Task(base.Task):
             [batch[o.target_column]],
             limit,
         )
-        targets = [ids if self.end in ids[-2:] else [*ids[: limit - 1], self.end] for ids in target["input_ids"]]
+        targets = []
+        for i, ids in enumerate(target["input_ids"]):
+            if self.end not in ids[-2:]:
+                target_counts["cut"][i] += max(0, len(ids) + 1 - limit)  # to have room for the end
+                ids = [*ids[: limit - 1], self.end]
+            targets.append(ids)
         return {
             "input_ids": sources,
             "labels": targets,

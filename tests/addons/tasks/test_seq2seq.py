@@ -109,6 +109,10 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     assert first["labels"].tolist() == [*task.tokenizer("a")["input_ids"], end]
     assert second["labels"][3:].tolist() == [end]
     assert splits["train"].stats["rows_cut"] == 1
+    for tokens in (3, 4, 5, 9):  # with the end, more than three are too many
+        made = task.encode({"in": ["x"], "out": ["a" * tokens]}, ["here"])
+        assert len(task.tokenizer("a" * tokens)["input_ids"]) == tokens
+        assert (made["targets"], made["cut"]) == ([4], [tokens - 3])
     assert task.encode({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
     task.options.source_prefix = ""
     assert task.encode({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]

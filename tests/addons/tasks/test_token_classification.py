@@ -107,6 +107,20 @@ def test_unusable_rows_are_refused(folder, row, message):
         open_data(folder, validation_file=file)
 
 
+def test_word_without_a_token_is_warned_of_once(folder, capsys):
+    """BERT removes characters that have no width, and nothing is left of the word."""
+    rows = [{"tokens": ["the", "\u200d", "EU"], "tags": ["O", "B-LOC", "B-ORG"]}] * 2
+    cut = [{"tokens": ["the"] * 9, "tags": ["O"] * 9}]
+    file = kit.write_jsonl(folder / "invisible.jsonl", [*cut, *rows])
+    _, splits = open_data(folder, validation_file=file, max_length=6)
+    labels = splits["validation"].rows(np.arange(2))[1]["labels"]
+    assert labels[labels != -100].tolist() == [TAGS.index("O"), TAGS.index("B-ORG")]
+    warnings = capsys.readouterr().err
+    assert "invisible.jsonl, line 2: validation data: no token begins with the word" in warnings
+    assert "'B-LOC'" in warnings
+    assert warnings.count("warning:") == 1
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 

@@ -132,6 +132,12 @@ CASES = {
         "metrics: f1|regression", {"text": "a", "label": 1}, changed=LABELS | {"regression": "true", "metrics": "f1"}
     ),
     "one label": rows("`label` is 1 in every row", {"text": "a", "label": 1}, changed=LABELS),
+    "one label and null": rows(
+        "`label` is b, or holds nothing, in every row",
+        {"text": "a", "label": "b"},
+        {"text": "a", "label": None},
+        changed=LABELS,
+    ),
     # ---- eval.py
     "checkpoint nowhere": Case("checkpoint: nowhere", SCORES | {"checkpoint": "nowhere"}),
     "checkpoint not given": Case("checkpoint|--model_name_or_path", SCORES | {"checkpoint": ""}),

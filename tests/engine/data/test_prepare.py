@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from engine.config.errors import UsageError, said
 from engine.data import dataset, prepare
@@ -201,6 +203,24 @@ def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(
     assert documents(splits["train"]) == [ids[:64] for ids in whole]
     assert (stats["rows_cut"], stats["tokens_cut"]) == (2, sum(cut))
     assert "train data: 2 rows were longer than max_length" in notes[0]
+
+
+def test_unknown_tokens_are_counted(open_data, tmp_path):
+    words = {"[UNK]": 0, "[PAD]": 1, "[EOS]": 2, "red": 3, "fox": 4}
+    model = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "eos_token": "[EOS]"}
+    PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(tmp_path / "words")
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "red fox"}, {"text": "red 漢字 wolf"}])
+    _, splits = open_data(train_file=file, tokenizer_name=tmp_path / "words")
+    assert splits["train"].stats["unknown_tokens"] == 2
+    [note] = data_notes(splits)
+    assert note.startswith("train data: 2 tokens (28.57%) are the unknown token")
+
+    special = dict.fromkeys(special, "[UNK]")  # as the end of the text of GPT-2, which knows all bytes
+    PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(tmp_path / "one")
+    _, splits = open_data(train_file=file, tokenizer_name=tmp_path / "one")
+    assert splits["train"].stats["unknown_tokens"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,44 @@
 """UTF-8 bytes of tokens, documents packed into rows that are nearly full; each one once: tests/src/tasks/test_causal_lm.py."""
 
 import numpy as np
+import pytest
+from transformers import AutoTokenizer
 
+from engine.text import tokenize_and_pack
 from engine.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes
+from tests.helpers import kit
+
+SAID = {
+    "text": {"text": "a<|pad|>b"},
+    "completion": {"prompt": "a", "completion": "b<|pad|>"},
+    "content": {"messages": [{"role": "user", "content": "x <|pad|>"}, {"role": "assistant", "content": "y"}]},
+    "output": {"instruction": "a", "output": "<|pad|>"},
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_special_tokens_in_texts_are_warned_of_once(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(tokenize_and_pack, "_WARNED", set())
+    fields = {"tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer"), "cache_dir": tmp_path / "cache"}
+    fields["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
+    if name == "content":
+        fields["tokenizer_name"] = kit.tiny_tokenizer(tmp_path / "chats", chat_template=kit.CHATML)
+    row = SAID[name]
+    plain = dict.fromkeys(row, "plain")
+    if name == "content":
+        plain = {"messages": [{"role": "assistant", "content": "plain"}]}
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [plain, row, row])
+    kit.open_data(train_file=file, **fields)
+    warnings = capsys.readouterr().err
+    assert f"rows.jsonl, line 2: train data: `{name}` holds '<|pad|>'" in warnings
+    assert warnings.count("warning:") == 1
+
+
+def test_text_is_text_if_special_tokens_are_split(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenize_and_pack, "_WARNED", set())
+    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / "tokenizer"), split_special_tokens=True)
+    tokenize_and_pack.warn_of_special_tokens(tokenizer, ["<|pad|>"], "text", ["here"])
+    assert not capsys.readouterr().err
 
 
 def test_bytes_of_gaps_and_special_tokens():
