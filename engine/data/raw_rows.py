@@ -19,7 +19,7 @@ from engine.config.run_config import RunConfig
 from engine.data.column_types import join_features
 from engine.data.file_columns import features_of_file
 from engine.data.row_errors import line_of
-from engine.data.sources import Source, named_files
+from engine.data.sources import Source, named_files, warn_of_unread_media
 from engine.storage.cache_folder import cache_root
 from engine.storage.code_hash import code_hash
 
@@ -131,6 +131,7 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     named_files(source, data_files)
     rows = source.load_split(builder, split, folder)
     files = [str(file) for file in data_files.get(split, [])] if source.files else []
+    warn_of_unread_media(source, files, getattr(builder, "EXTENSIONS", ()), len(rows))
     return RawRows(source, rows, ((files[0], len(rows)),) if len(files) == 1 else (), tuple(names))
 
 

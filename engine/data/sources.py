@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 # File suffix -> the builder of `datasets` that reads such files
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".bz2", ".lz4", ".xz", ".zst", ".zip"}  # `datasets` reads them in folders
+IMAGES = {".heic", ".heif", ".avif", ".jxl"}  # that `datasets` does not read
 # Suffixes of files that are nothing but data; others are data if they are named like a split
-DATA = BUILDERS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED
+DATA = BUILDERS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED | IMAGES
 SPLITS = ("train", "valid", "val", "dev", "test", "eval")
 
 
@@ -252,7 +253,7 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
         warn(
             f"{source.field}: {unread[0]} and {len(unread) - 1} more not read, as the files of a folder are of one type, "
-            "and named after its splits: to use all, list them as --train_file",
+            "and named after its splits: convert or rename them, or list all as --train_file",
             any_rank=True,
         )
     return files
@@ -260,4 +261,17 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
 
 def _is_data(file: Path) -> bool:
     is_of_split = file.suffix in BUILDERS and file.stem.lower().startswith(SPLITS)
-    return file.suffix in DATA or is_of_split
+    return file.suffix.lower() in DATA or is_of_split
+
+
+def warn_of_unread_media(source: Source, files: Iterable[str], suffixes: Iterable[str], rows: int) -> None:
+    """Warn if a split of a folder of images or sounds has more such files than rows: its metadata names only some.
+
+    `files`: of the split; `suffixes`: of what `datasets` reads as rows of this folder."""
+    count = sum(Path(file).suffix.lower() in set(suffixes) for file in files)
+    if rows < count:
+        warn(
+            f"{source.field}: {count - rows} of {count} files of the {source.split} data of {source.name} are not read, as "
+            "its metadata does not name them",
+            any_rank=True,
+        )

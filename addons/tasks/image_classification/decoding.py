@@ -3,13 +3,14 @@
 Tests: tests/addons/tasks/test_decoding.py.
 """
 
+import functools
 import io
 import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,10 +24,19 @@ def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes,
     The image is decoded once, so that a broken one is found here: raise UsageError with its file and row."""
     data = file_bytes(value, column, location)
     try:
-        return data, open_image(data, channels).size
+        size = open_image(data, channels).size
+        file = open_file(data)
+        if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":  # the other one of a phone is of the same picture
+            _warn_of_frames(file.format)
+        return data, size
     except Exception as error:
         named = f"{value['path']}: " if value.get("path") else ""
         raise UsageError(f"{location}: {named}the image cannot be read: {error}") from error
+
+
+@functools.cache
+def _warn_of_frames(format: str) -> None:
+    warn(f"images of several frames or pages ({format}): only the first one is read")
 
 
 def file_bytes(value: Any, column: str, location) -> bytes:

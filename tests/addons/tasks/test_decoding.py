@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from addons.tasks.image_classification import decoding
 from addons.tasks.image_classification.decoding import open_image, read_image
 from engine.config.errors import UsageError
 
@@ -56,6 +57,16 @@ def test_large_jpeg_is_decoded_at_a_fraction():
     assert open_image(data, 1).size == (1024, 640)
     assert open_image(data, 1, smallest=100).size == (256, 160)
     assert open_image(data, 1, smallest=400).size == (1024, 640)
+
+
+@pytest.mark.parametrize("kind, is_warned", [("GIF", True), ("TIFF", True), ("MPO", False)])
+def test_further_frames_are_warned_of_once(capsys, kind, is_warned):
+    """MPO is how phones save a photo with a second view of it."""
+    decoding._warn_of_frames.cache_clear()
+    data = encoded(GRADIENT, kind, save_all=True, append_images=[GRADIENT.rotate(180)])
+    for _ in range(2):
+        assert read_image({"bytes": data, "path": None}, "image", 1, "row 7") == (data, (6, 4))
+    assert capsys.readouterr().err.count(f"warning: images of several frames or pages ({kind})") == is_warned
 
 
 def test_unreadable_images_are_named(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from PIL import Image
 
 from engine.config.addons import run_config
 from engine.config.errors import UsageError
@@ -255,3 +256,14 @@ def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
     _, splits = open_data(dataset_name=tmp_path / "data")
     assert f"{tmp_path}/data/extra.jsonl and 4 more not read" in capfd.readouterr().err
     assert data_notes(splits) == ["validation data: 1 of 1 examples checked are also in the training data"]
+
+
+def test_warning_for_images_that_metadata_does_not_name(tmp_path, capfd):
+    for name in ("a", "b", "c"):
+        (tmp_path / "data/train").mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / f"data/train/{name}.PNG")
+    write(tmp_path / "data/train", {"metadata.jsonl": lines({"file_name": "b.PNG", "label": 1}), "d.HEIC": "x"})
+    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows) == 1
+    warnings = capfd.readouterr().err
+    assert "2 of 3 files of the train data" in warnings
+    assert f"{tmp_path}/data/train/d.HEIC and 0 more not read" in warnings
