@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from engine.config.errors import warn_once
 from engine.text.chat_turns import CALLS, REASONING, Chat
 
 Render = Callable[..., str]  # turns, options -> text
@@ -43,6 +44,7 @@ def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], P
 
     No place is known if the template writes something else when texts are marked, for example because it compares
     names."""
+    _check_tags(chat, rendered)
     texts, marked = _render_marked(render, chat, also_empty=True)
     if _without_marks(marked) != rendered and not all(text.text for text in texts):
         # A template may test whether a turn says anything.
@@ -53,6 +55,30 @@ def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], P
     places, written = _read_marks(texts, marked)
     _check_written(chat, texts, written)
     return texts, places
+
+
+def _check_tags(chat: Chat, rendered: str) -> None:
+    """Raise ValueError if <think> or </think> within the words of a turn, which mention it, is removed or moved.
+
+    At the beginning of a turn they enclose reasoning, which a template may write with other spaces around it."""
+    for i, turn in enumerate(chat.turns):
+        content = turn["content"]
+        if turn["role"] != "assistant" or not isinstance(content, str) or not THINK_TAG.search(content):
+            continue
+        before, end, after = content.partition("</think>")
+        has_block = end and "<think>" not in before.lstrip().removeprefix("<think>")
+        words = (after if has_block else content).strip()
+        is_written = any(way in rendered for way in ways_to_write(words))
+        if THINK_TAG.search(words) and not is_written and chat.is_trained[i]:
+            raise ValueError(
+                f"the chat template takes <think> or </think> within the words of turn {i} for reasoning, and does not write "
+                f"{words[:60]!r}: write reasoning as `reasoning_content`, or the words without these tags"
+            )
+        if has_block and "<think>" not in before and re.search(rf"<think>\s*{re.escape(before.strip())}", rendered):
+            warn_once(
+                "messages: a turn of the assistant has </think> without <think>: what stands before it is written as "
+                "reasoning, as the chat template reads it"
+            )
 
 
 def _read_marks(texts: list[Text], marked: str) -> tuple[Places, set[int]]:

@@ -122,11 +122,21 @@ class Encoder:
             if name in self.format.optional:
                 _refuse_bad_answers(name, batch.get(name) or (), locations)
         columns: dict[str, list] = {name: [] for name in self.encoded_columns}
-        for document in self.encode(batch, locations):
+        for document, location in zip(self.encode(batch, locations), locations, strict=True):
+            self._warn_of_split(document, location)
             for row in self._rows(document):
                 for name, values in columns.items():
                     values.append(row[name])
         return columns
+
+    def _warn_of_split(self, document: Document, location) -> None:
+        """Warn of the first row with a prompt that packing splits: its later parts lack what they follow."""
+        if self.packing and len(document.ids) > self.max_length and IGNORED in document.labels:
+            warn_once(
+                f"{location}: it has {len(document.ids):,} tokens, and max_length is {self.max_length:,}: packing splits "
+                "such rows, so later parts are trained on without what stands before them (more such rows are not named)",
+                kind="packing splits rows with a prompt",
+            )
 
     def pack(self, rows: dict[str, list]) -> dict[str, list]:
         """Return encoded rows packed into fuller ones, with the lengths of their `documents`."""

@@ -267,6 +267,35 @@ def test_reasoning_of_earlier_turns_may_be_left_out_where_they_are_not_trained_o
     assert text.count("why") == 1
 
 
+SPLITS = (  # as Qwen 3 splits the content of a turn
+    LOOP + "<|{{ m.role }}|>{% set words = m.content %}{% if m.role == 'assistant' and '</think>' in words %}"
+    "{{ '<think>' + words.split('</think>')[0].replace('<think>', '', 1).strip() + '</think>' }}"
+    "{% set words = words.partition('</think>')[2].strip() %}{% endif %}{{ words }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("words", ["`<think>` opens and `</think>` closes reasoning", "a <think>b</think> c"])
+def test_words_about_reasoning_are_not_taken_for_reasoning(tokenizer, words):
+    chat = [CHAT[0], {"role": "assistant", "content": words}]
+    with pytest.raises(ValueError, match=r"within the words of turn 1 .*reasoning_content"):
+        render(tokenizer, SPLITS, chat)
+    assert words in render(tokenizer, kit.CHATML, chat)[0]
+    asked = [{"role": "user", "content": words}, CHAT[1]]
+    assert words in render(tokenizer, SPLITS, asked)[0]
+    text, spans = render(tokenizer, SPLITS, [chat[0], chat[1] | {"train": False}, *CHAT[2:]])
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"]
+
+
+def test_reasoning_that_is_only_closed_is_warned_of(tokenizer, capsys):
+    """DeepSeek R1 writes so, whose prompt opens it; or the turn speaks of the tag."""
+    said.clear()
+    for words in ("<think> why\n</think>\n\nyes <think>", "why</think>yes </think>"):
+        text, _ = render(tokenizer, SPLITS, [CHAT[0], {"role": "assistant", "content": words}])
+        assert "<think>why</think>yes " in text
+        assert ("</think> without <think>" in capsys.readouterr().err) == words.startswith("why")
+
+
 # ---- what a row holds ------------------------------------------------------------------------------------------------
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}

@@ -530,6 +530,17 @@ def test_input_ids_are_used_as_they_are(folder, packing):
     assert batch.sums["bytes"] == 0  # unknown: there is no text
 
 
+def test_prompt_that_packing_splits_is_warned_of_once(folder, capfd):
+    row = {"prompt": "def f(x): " * 9, "completion": "return x"}
+    for rows, is_split in (([{"prompt": "a", "completion": "b"}, row, row], True), ([{"text": row["prompt"]}], False)):
+        open_data(folder, rows, packing=True, max_length=12)
+        warnings = capfd.readouterr().err
+        assert warnings.count("packing splits such rows") == is_split
+        assert not is_split or "rows.jsonl, line 2" in warnings
+    open_data(folder, [row, row], packing=False, max_length=12 * 9)
+    assert not capfd.readouterr().err
+
+
 def test_columns_that_are_not_used_are_warned_about(folder, capfd):
     """Rows that fit two formats are of the first."""
     open_data(folder, [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "position_ids": [0, 1, 0], "text": "a"}])
