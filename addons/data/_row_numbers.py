@@ -15,6 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from engine.config.errors import UsageError, did_you_mean
+from engine.data.column_types import is_json_text
 from engine.data.mixture import Mixture, NumbersByRow
 from engine.data.prepared_split import Split
 from engine.data.raw_rows import RawRows, load_raw_rows
@@ -103,9 +104,8 @@ def _read(raw: RawRows, array, column: Column, ids: np.ndarray) -> np.ndarray:
     try:
         values = np.array(array.cast("float64", safe=False).to_numpy(), np.float64)
     except (ValueError, NotImplementedError):
-        raise UsageError(
-            f"{field} is {name}, which holds {array.type} in {raw.source}: give a column of numbers"
-        ) from None
+        kind = "values of several types" if is_json_text(raw.rows.features[name]) else array.type
+        raise UsageError(f"{field} is {name}, which holds {kind} in {raw.source}: give a column of numbers") from None
     bad = np.flatnonzero(~np.isfinite(values) | ((values < 0) if column.weights else False))
     if bad.size:
         allowed = "a number, 0 or more" if column.weights else "a number"

@@ -29,6 +29,7 @@ from engine.text.labels import require_columns
 from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
+RATINGS = ("label", "labels", "score", "similarity", "similarity_score")  # columns that may say that a pair is none
 TIE = 1e-5  # cosine similarities closer than this are equal
 
 
@@ -80,6 +81,11 @@ class Task(BatchLossTask):
 
         if "negative" in examples.column_names and "negative" not in self.columns:
             warn("the column negative is not used: give --negative_column negative")
+        if ratings := [name for name in RATINGS if name in examples.column_names and name not in self.columns]:
+            warn(
+                f"{split} data: the column {ratings[0]} is not used: every pair is one of texts that belong together, so "
+                "remove the others"
+            )
         require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")
         features = {f"ids_{i}": List(Value("int32")) for i in range(len(self.columns))}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}

@@ -134,6 +134,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
     try:
         with kept_warnings() as warnings:
+            _warn_of_dropped_characters(task, source)
             columns, features = task.inspect_columns(raw.rows, source.split)
     except SeveralTypes as error:
         refuse_mixed([error.column])
@@ -233,6 +234,22 @@ def _unknown_tokens(task: Task, batch: pa.RecordBatch) -> int:
     columns = [batch[name] for name in task.id_columns if name in batch.schema.names]
     lists = [pc.list_flatten(ids) for ids in columns if pa.types.is_nested(ids.type)]
     return sum(pc.sum(pc.equal(ids, unknown)).as_py() or 0 for ids in lists)
+
+
+def _warn_of_dropped_characters(task: Task, source: Source) -> None:
+    """Warn of a tokenizer that has no token for a character that it does not know, and so leaves it out."""
+    tokenizer = getattr(task, "tokenizer", None)
+    if not hasattr(tokenizer, "is_fast"):
+        return
+    try:
+        ids = tokenizer("\u4e00\u2a5d", add_special_tokens=False)["input_ids"]
+    except Exception:  # it refuses what it does not know
+        return
+    if not ids:
+        warn_once(
+            f"{source.split} data: the tokenizer has no unknown token, nor one for each byte: it leaves out the characters "
+            "that it does not know, such as \u4e00"
+        )
 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:

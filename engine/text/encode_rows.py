@@ -93,6 +93,12 @@ class Encoder:
         if not self.reads_chats and self.chat_format.unused_fields():
             fields = " and ".join(self.chat_format.unused_fields())
             warn_once(f"{split} data: {fields} of the run file have no effect: the rows are no chats")
+        has_no_end = self.append_eos and getattr(self.tokenizer, "eos_token_id", None) is None
+        if has_no_end and not self.reads_chats and chosen.name != "ids":
+            warn_once(
+                f"{split} data: the tokenizer has no eos_token, so no text ends with one: set eos_token in its "
+                "tokenizer_config.json, or give --append_eos false"
+            )
         needed = chosen.columns(columns)
         self.structs = find_structs(features, needed)
         self.encoded_columns = ["input_ids", "length", "targets", "bytes", "cut"]

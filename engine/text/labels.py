@@ -118,7 +118,7 @@ class Labels:
         numbers = []
         for i, value in enumerate(values):
             try:
-                numbers.append(float(value))
+                numbers.append(float(value.replace("_", "?") if isinstance(value, str) else value))  # 1_000 is Python's
             except (TypeError, ValueError):
                 numbers.append(math.nan)
             if not math.isfinite(numbers[-1]):

@@ -170,6 +170,7 @@ def open_rows(fields: dict, tmp_path, change=None, **more):
         ({"difficulty": None}, {}, r"rows.jsonl, line 8: .*`difficulty` is None: it must be a number"),
         ({}, {"curriculum_column": "dificulty"}, "no such column among .*did you mean difficulty"),
         ({}, {"curriculum_column": "input_ids"}, "holds list.*give a column of numbers"),
+        ({"difficulty": "a"}, {}, "holds values of several types.*give a column of numbers"),
         ({"word": "a"}, {"curriculum_column": "word"}, "holds string.*give a column of numbers"),
         ({}, {"packing": True}, "packing.*give --curriculum_column length"),
         ({}, {"sample_weight_column": "zero"}, "the sum of all weights is 0: it must be positive"),

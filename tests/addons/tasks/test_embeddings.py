@@ -128,6 +128,12 @@ def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys
     assert "the column negative is not used: give --negative_column negative" in capsys.readouterr().err
 
 
+def test_ratings_of_pairs_are_warned_about(folder, tmp_path, capsys):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"query": "b", "found": "c", "bad": "d", "label": 0}] * 9)
+    kit.open_data(**recipe(folder, train_file=file, validation_file=file, negative_column="bad"))
+    assert "train data: the column label is not used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mode", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True, "pooling_mode_max": False}])
 def test_other_pooling_than_that_of_sentence_transformers_is_warned_about(folder, tmp_path, capsys, mode):
     model = tmp_path / "model"

@@ -128,6 +128,11 @@ CASES = {
         {"text": "b", "label": "nan"},
         changed=LABELS | {"regression": "true"},
     ),
+    "number of Python": rows(
+        "train.jsonl, line 1: |`label` holds '1_000'",
+        {"text": "a", "label": "1_000"},
+        changed=LABELS | {"regression": "true"},
+    ),
     "classes of a regression": rows(
         "metrics: f1|regression", {"text": "a", "label": 1}, changed=LABELS | {"regression": "true", "metrics": "f1"}
     ),
