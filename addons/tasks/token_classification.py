@@ -20,7 +20,7 @@ from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
-from engine.text.labels import Labels
+from engine.text.labels import SEVERAL_TYPES, Labels, SeveralTypes, require_columns
 from engine.text.tokenize_and_pack import (
     IGNORED,
     pad_columns,
@@ -75,12 +75,14 @@ class Task(base.Task):
         from datasets import ClassLabel, Features, LargeList, List, Value
 
         needed = [self.options.tokens_column, self.options.tags_column]
+        require_columns(examples, needed, split, "--tokens_column or --tags_column")
         for column in needed:
-            if not isinstance(examples.features.get(column), List | LargeList):
-                raise UsageError(
-                    f"{split} data: there is no column `{column}` of lists among {', '.join(examples.column_names)}: "
-                    "set --tokens_column or --tags_column"
-                )
+            feature = examples.features.get(column)
+            if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
+                raise SeveralTypes(column, split)
+            if not isinstance(feature, List | LargeList):
+                kind = getattr(feature, "dtype", "no lists")
+                raise UsageError(f"{split} data: `{column}` holds {kind}: give a list for each row")
         column = needed[1]
         self.tags = replace(self.tags, names_of_column=getattr(examples.features[column].feature, "names", None))
         if self.labels is None:

@@ -14,7 +14,7 @@ from engine.config.option import option
 MEANINGFUL = """
     attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids
     token_type_ids seq_lengths cu_seqlens tools label kto_tag system history documents functions chat_template_kwargs
-    image images audio video videos weight weights sample_weight loss_weight chosen rejected
+    image images audio video videos weight weights sample_weight loss_weight chosen rejected margin
 """
 VARIABLES = "chat_template_kwargs"  # column of the variables of the chat template
 OF_CHATS = ("tools", VARIABLES)  # columns that may stand beside chats
