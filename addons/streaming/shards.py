@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from addons.streaming.sources import StreamSource, same_version
 from engine.config.errors import UsageError
-from engine.data.column_types import join_features, keep_json_text
+from engine.data.column_types import join_features, keep_json_text, refuse_missing_columns
 from engine.data.file_columns import features_of_file, refuse_mixed_types
 from engine.data.prepared_split import column_readers, keep_encoded
 from engine.data.raw_rows import explain_read_error, refuse_references
@@ -119,9 +119,7 @@ class StreamShards:
     def _check_columns(self, there, name: str) -> None:
         """Raise UsageError if a shard has other columns or classes than the first one. `there` may be its features."""
         columns = self.columns or []
-        if missing := [column for column in columns if column not in there]:
-            names = ", ".join(there)
-            raise UsageError(f"{name}: there is no column `{missing[0]}` among {names}, but earlier shards have it")
+        refuse_missing_columns(name, there, columns)
         if new := [column for column in self._late_columns() if column in there]:
             raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
         for column in columns if isinstance(there, dict) else ():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from engine.config.errors import UsageError
 from engine.text.chat_turns import FROM_STRUCTS
 from engine.text.labels import SEVERAL_TYPES
 
@@ -134,6 +135,16 @@ def _common_value(one: Any, other: Any) -> Any:
     schemas = [pa.schema([("column", kind)]) for kind in types]
     joined = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     return features_of_schema(pa.schema([("column", joined)]))["column"]
+
+
+def refuse_missing_columns(file: str, there: Iterable[str], wanted: Iterable[str] | None) -> None:
+    """Raise UsageError for a file of a stream that lacks one of these columns: a table without columns has no rows."""
+    names = list(there)
+    for column in wanted or ():
+        if column not in names:
+            raise UsageError(
+                f"{file}: there is no column `{column}` among {', '.join(names)}, but earlier shards have it"
+            )
 
 
 # ---- tables and rows -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from engine.config.errors import UsageError, one_line
+from engine.data.column_types import refuse_missing_columns
 
 # At most in a table. The first one decides the types of the columns.
 ROWS = 200_000
@@ -42,6 +43,7 @@ def csv_tables(builder: Any, files_iterables: Iterable, open_file: Callable) -> 
                         raise UsageError(
                             f"{file}: there is a column `{name}`, which the first file lacks: add it to all files"
                         )
+                    refuse_missing_columns(file, cells, only)
                     cells = {name: column for name, column in cells.items() if only is None or name in only}
                     for name, column in cells.items():
                         types.setdefault(name, _type_of(column.drop_null()) or pa.string())

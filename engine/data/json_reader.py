@@ -17,7 +17,15 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from engine.config.errors import UsageError, one_line
-from engine.data.column_types import MIXED, NESTED, is_json_text, join_features, json_array, json_text
+from engine.data.column_types import (
+    MIXED,
+    NESTED,
+    is_json_text,
+    join_features,
+    json_array,
+    json_text,
+    refuse_missing_columns,
+)
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -38,7 +46,10 @@ def json_tables(builder: Any, files_iterables: Iterable, open_file: Callable) ->
         for file in files:
             with open_file(file, "rb") as binary:
                 for number, chunk in enumerate(_chunks(binary, file, size)):
-                    features = features or _features_to_stream(chunk.features(), builder.only_columns)
+                    if not features:
+                        features = chunk.features()
+                        refuse_missing_columns(file, features, builder.only_columns)
+                        features = _features_to_stream(features, builder.only_columns)
                     chunk.refuse_columns(set(builder.late_columns) - {*features})
                     yield Key(shard, number), chunk.table(features, builder.has_card)
 

@@ -72,6 +72,21 @@ def test_csv_column_that_is_not_read_may_change_its_type(tmp_path, monkeypatch):
         seen(tmp_path, ("n",), train_file=[str(file)])
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_file_without_the_columns_that_are_read_is_refused(tmp_path, kind):
+    """It would be a table without columns, and so without rows."""
+    files = [tmp_path / f"{i}.{kind}" for i in range(2)]
+    for file, rows in zip(files, ([{"text": "a", "n": 1}], [{"n": 1}]), strict=True):
+        if kind == "csv":
+            file.write_text(",".join(rows[0]) + "\n" + ",".join(map(str, rows[0].values())) + "\n")
+        elif kind == "jsonl":
+            kit.write_jsonl(file, rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), file)
+    with pytest.raises(UsageError, match=rf"1.{kind}: there is no column `text` among n, but earlier shards have it"):
+        seen(tmp_path, ("text",), train_file=list(map(str, files)))
+
+
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_line_that_is_no_row_is_named(tmp_path, line):
     file = tmp_path / "a.jsonl"
