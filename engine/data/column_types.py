@@ -140,6 +140,8 @@ def _common_value(one: Any, other: Any) -> Any:
 def refuse_missing_columns(file: str, there: Iterable[str], wanted: Iterable[str] | None) -> None:
     """Raise UsageError for a file of a stream that lacks one of these columns: a table without columns has no rows."""
     names = list(there)
+    if wanted and not names:
+        raise UsageError(f"{file} has no rows, or only empty ones: remove it")
     for column in wanted or ():
         if column not in names:
             raise UsageError(

@@ -248,6 +248,11 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
         is_remote = "://" in file or "::" in file
         if not (plain_data(file) if is_remote else is_inside):
             raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
+    empty = [
+        file for file in files if Path(file).suffix in BUILDERS and os.path.isfile(file) and not os.path.getsize(file)
+    ]
+    if empty:
+        raise UsageError(f"{source.field}: {empty[0]} is empty ({len(empty)} of {len(files)} files): remove it")
     data = {file for file in source.files if _is_data(Path(file))}
     unread = sorted(data - {os.path.abspath(file) for file in files})
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it

@@ -85,6 +85,10 @@ def test_file_without_the_columns_that_are_read_is_refused(tmp_path, kind):
             pq.write_table(pa.Table.from_pylist(rows), file)
     with pytest.raises(UsageError, match=rf"1.{kind}: there is no column `text` among n, but earlier shards have it"):
         seen(tmp_path, ("text",), train_file=list(map(str, files)))
+    if kind == "jsonl":
+        files[1].write_text("\n\n")
+        with pytest.raises(UsageError, match=r"1.jsonl has no rows"):
+            seen(tmp_path, ("text",), train_file=list(map(str, files)))
 
 
 @pytest.mark.parametrize("line", BAD_LINES)

@@ -67,10 +67,10 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
     "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
     "tar as a file": ({"a.tar": "x"}, "train_file: |a.tar|give the folder as --dataset_name"),
     "only a header": ({"a.csv": "text\n"}, "a.csv could not be read, or has no rows"),
-    "no byte": ({"a.jsonl": lines(ROW), "b.jsonl": ""}, "b.jsonl is empty"),
+    "no byte": ({"train-a.jsonl": lines(ROW), "train-b.jsonl": ""}, "b.jsonl is empty"),
 }
 CARD = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
-FOLDER = ("trailing comma", "column twice", "another type in a late row")
+FOLDER = ("trailing comma", "column twice", "another type in a late row", "no byte")
 
 
 def write(folder: Path, files: dict) -> list[Path]:
