@@ -126,7 +126,7 @@ def _check_keys(i: int, turn: dict) -> None:
         if turn.get(key):
             raise ValueError(f"turn {i} has `{key}`: this task reads text only: remove the row")
     for key in PARTLY_TRAINED_KEYS:
-        if turn.get(key):
+        if turn.get(key) not in (None, []):  # 0 means that the turn is not trained on
             raise ValueError(
                 f"turn {i} has `{key}`, which is not supported: remove it, give `train: false` for the whole turn, or "
                 "give rows of input_ids and labels"

@@ -449,6 +449,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (kit.CHATML, [CHAT[0], CHAT[1] | {"train": "false"}], "turn 1 has `train` 'false'"),
         (kit.CHATML, [CHAT[0], CHAT[1] | {"train": False, "weight": 1}], "train and weight, which say the opposite"),
         (kit.CHATML, [CHAT[0], CHAT[1] | {"train_detail": [{"train": False}]}], "turn 1 has `train_detail`"),
+        (kit.CHATML, [CHAT[0], CHAT[1] | {"loss_mask": 0}], "turn 1 has `loss_mask`"),
         (kit.CHATML, [CHAT[0] | {"images": ["x.png"]}, CHAT[1]], "turn 0 has `images`"),
         (kit.CHATML, [CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
         (kit.CHATML, [CHAT[0] | {"content": 5}, CHAT[1]], "content of turn 0 is int"),
