@@ -253,6 +253,9 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
     ]
     if empty:
         raise UsageError(f"{source.field}: {empty[0]} is empty ({len(empty)} of {len(files)} files): remove it")
+    copies = [file for file in files if _is_copy(Path(file))]
+    if copies and source.split == "train":
+        warn(f"{source.field}: {copies[0]} is read, too: remove it if it is a copy", any_rank=True)
     data = {file for file in source.files if _is_data(Path(file))}
     unread = sorted(data - {os.path.abspath(file) for file in files})
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
@@ -262,6 +265,11 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
             any_rank=True,
         )
     return files
+
+
+def _is_copy(file: Path) -> bool:
+    """Return whether a file may be a copy of another one, such as a.jsonl.bak: `datasets` reads it for its middle name."""
+    return file.suffix.lower() not in DATA | BUILDERS.keys() and not BUILDERS.keys().isdisjoint(file.suffixes[:-1])
 
 
 def _is_data(file: Path) -> bool:

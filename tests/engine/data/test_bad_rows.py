@@ -258,6 +258,16 @@ def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
     assert data_notes(splits) == ["validation data: 1 of 1 examples checked are also in the training data"]
 
 
+def test_warning_for_a_copy_in_a_folder(tmp_path, capfd):
+    """`datasets` reads a.jsonl.bak as it reads a.jsonl.gz."""
+    write(tmp_path / "data", {"a.jsonl": lines(ROW), "a.jsonl.bak": lines(ROW), "a.jsonl.gz": gzip.compress(b"{}")})
+    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows) == 3
+    assert (
+        capfd.readouterr().err
+        == f"warning: dataset_name: {tmp_path}/data/a.jsonl.bak is read, too: remove it if it is a copy\n"
+    )
+
+
 def test_warning_for_images_that_metadata_does_not_name(tmp_path, capfd):
     for name in ("a", "b", "c"):
         (tmp_path / "data/train").mkdir(parents=True, exist_ok=True)
