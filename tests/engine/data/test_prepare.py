@@ -237,6 +237,18 @@ def test_tokenizer_that_drops_characters_or_has_no_end_is_warned_of(open_data, t
     assert warnings.count("the tokenizer has no eos_token") == 1
 
 
+def test_tokenizer_that_refuses_unknown_words_is_used(open_data, tmp_path):
+    model = Tokenizer(models.WordLevel({"one": 0, "two": 1, "[EOS]": 2}))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=model, eos_token="[EOS]").save_pretrained(tmp_path / "words")
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "one two"}])
+    _, splits = open_data(train_file=file, tokenizer_name=tmp_path / "words")
+    assert documents(splits["train"]) == [[0, 1, 2]]
+    kit.write_jsonl(file, [{"text": "one two"}, {"text": "one three"}])
+    with pytest.raises(UsageError, match=r"rows.jsonl, line 2: .*Missing \[UNK\]"):
+        open_data(train_file=file, tokenizer_name=tmp_path / "words")
+
+
 @pytest.mark.parametrize(
     "labels, length, reason",
     [([-100] * 9 + [5], 4, "1 of them are longer than max_length.*raise --max_length"), ([-100] * 9, 20, "masked")],
