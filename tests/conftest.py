@@ -42,6 +42,7 @@ import numpy as np
 import psutil
 import pytest
 
+from engine.config.errors import said
 from engine.distributed import stop_signals
 from tests.helpers import backend_runs, kit, plain_task
 
@@ -104,6 +105,12 @@ def _processes_of_tests() -> list[str]:
             if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
                 processes.append(" ".join(process.cmdline()))
     return [words for words in processes if not re.search("resource_tracker|forkserver", words)]
+
+
+@pytest.fixture(autouse=True)
+def no_warning_is_said():
+    """A warning that comes once in a process comes in each test."""
+    said.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ import xxhash
 from safetensors import safe_open
 
 from addons.techniques._batch_loss import BatchLossTask
-from engine.config.errors import UsageError, warn
+from engine.config.errors import UsageError, warn, warn_once
 from engine.config.option import option
 from engine.config.paths import locate
 from engine.models.build_model import build_model
@@ -80,9 +80,9 @@ class Task(BatchLossTask):
         from datasets import Features, List, Value
 
         if "negative" in examples.column_names and "negative" not in self.columns:
-            warn("the column negative is not used: give --negative_column negative")
+            warn_once("the column negative is not used: give --negative_column negative")
         if ratings := [name for name in RATINGS if name in examples.column_names and name not in self.columns]:
-            warn(
+            warn_once(
                 f"{split} data: the column {ratings[0]} is not used: every pair is one of texts that belong together, so "
                 "remove the others"
             )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine import task as base
-from engine.config.errors import UsageError, warn
+from engine.config.errors import UsageError, warn_once
 from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
@@ -49,7 +49,6 @@ class Options(ClassCrossEntropy):
 class Task(base.Task):
     can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
-    has_warned = False  # of a word without a token
 
     @property
     def labels(self) -> Any:
@@ -116,15 +115,15 @@ class Task(base.Task):
         return columns | {"input_ids": encoded["input_ids"], "labels": labels, "targets": targets}
 
     def _warn_of_lost_word(self, location, words: list[str], tags: list, begins: list[int | None], cut: int) -> None:
-        """Warn, once, of a word that no token begins, such as one without a visible character: its tag is lost."""
+        """Warn of the first word that no token begins, such as one without a visible character: its tag is lost."""
         begun = {word for word in begins if word is not None}
         end = max(begun, default=0) if cut else len(words)
         lost = next((word for word in range(end) if word not in begun), None)
-        if lost is not None and not self.has_warned:
-            self.has_warned = True
-            warn(
+        if lost is not None:
+            warn_once(
                 f"{location}: no token begins with the word {words[lost]!r}, so its tag {tags[lost]!r} is not trained on "
-                "(more such words are not named)"
+                "(more such words are not named)",
+                kind="no token begins with a word",
             )
 
     def on_prepared(self, features) -> None:

@@ -227,7 +227,7 @@ def _unknown_tokens(task: Task, batch: pa.RecordBatch) -> int:
     """Return how many token ids of prepared rows are the unknown token of the tokenizer.
 
     Where that is also the end of the text, as in GPT-2, the tokenizer knows all bytes."""
-    tokenizer = getattr(task, "tokenizer", None)
+    tokenizer: Any = getattr(task, "tokenizer", None)
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return 0
@@ -238,7 +238,7 @@ def _unknown_tokens(task: Task, batch: pa.RecordBatch) -> int:
 
 def _warn_of_dropped_characters(task: Task, source: Source) -> None:
     """Warn of a tokenizer that has no token for a character that it does not know, and so leaves it out."""
-    tokenizer = getattr(task, "tokenizer", None)
+    tokenizer: Any = getattr(task, "tokenizer", None)
     if not hasattr(tokenizer, "is_fast"):
         return
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.errors import UsageError, warn
+from engine.config.errors import UsageError, warn_once
 
 IGNORED = -100  # label of a token that is not a target
 TEXTS = 16  # per tokenizer call: its output takes about 100 bytes per character
@@ -29,28 +29,28 @@ def require_text(values: list, column: str, locations) -> None:
 def warn_of_special_tokens(tokenizer, texts: Iterable, column: str, locations) -> None:
     """Warn of the first text that holds a special token: the tokenizer reads it as the token that it names, not as text.
 
-    Once for each column and token in a process. `locations`: of the texts."""
+    Once for each column and token. `locations`: of the texts."""
     pattern = _special_tokens(tokenizer)
+    if pattern is None:
+        return
     for text, location in zip(texts, locations, strict=True):
-        found = pattern.search(text) if pattern and isinstance(text, str) else None
-        if found and (column, found[0]) not in _WARNED:
-            _WARNED.add((column, found[0]))
-            warn(
+        if isinstance(text, str) and (found := pattern.search(text)):
+            warn_once(
                 f"{location}: `{column}` holds {found[0]!r}, which the tokenizer reads as its special token, not as text: "
-                "remove it from such rows, unless the token is meant"
+                "remove it from such rows, unless the token is meant",
+                kind=f"the special token {found[0]} in {column}",
             )
-
-
-_WARNED: set[tuple[str, str]] = set()  # columns and the special tokens that they hold
 
 
 @functools.lru_cache
 def _special_tokens(tokenizer) -> re.Pattern | None:
     """Return a pattern of the special tokens that a tokenizer finds in texts; None if there are none."""
-    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    tokens: list[str] = [
+        token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special
+    ]
     if not tokens or getattr(tokenizer, "split_special_tokens", False):
         return None
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=str.__len__, reverse=True))))
 
 
 def tokenize_columns(

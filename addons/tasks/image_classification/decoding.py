@@ -3,14 +3,13 @@
 Tests: tests/addons/tasks/test_decoding.py.
 """
 
-import functools
 import io
 import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config.errors import UsageError, warn
+from engine.config.errors import UsageError, warn_once
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,16 +26,11 @@ def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes,
         size = open_image(data, channels).size
         file = open_file(data)
         if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":  # the other one of a phone is of the same picture
-            _warn_of_frames(file.format)
+            warn_once(f"images of several frames or pages ({file.format}): only the first one is read")
         return data, size
     except Exception as error:
         named = f"{value['path']}: " if value.get("path") else ""
         raise UsageError(f"{location}: {named}the image cannot be read: {error}") from error
-
-
-@functools.cache
-def _warn_of_frames(format: str) -> None:
-    warn(f"images of several frames or pages ({format}): only the first one is read")
 
 
 def file_bytes(value: Any, column: str, location) -> bytes:

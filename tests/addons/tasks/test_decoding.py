@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from addons.tasks.image_classification import decoding
 from addons.tasks.image_classification.decoding import open_image, read_image
 from engine.config.errors import UsageError
 
@@ -62,7 +61,6 @@ def test_large_jpeg_is_decoded_at_a_fraction():
 @pytest.mark.parametrize("kind, is_warned", [("GIF", True), ("TIFF", True), ("MPO", False)])
 def test_further_frames_are_warned_of_once(capsys, kind, is_warned):
     """MPO is how phones save a photo with a second view of it."""
-    decoding._warn_of_frames.cache_clear()
     data = encoded(GRADIENT, kind, save_all=True, append_images=[GRADIENT.rotate(180)])
     for _ in range(2):
         assert read_image({"bytes": data, "path": None}, "image", 1, "row 7") == (data, (6, 4))

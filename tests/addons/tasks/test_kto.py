@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from addons.tasks import kto
-from engine.config.errors import UsageError, said
+from engine.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
 from tests.helpers import kit
@@ -88,7 +88,6 @@ def test_mismatched_pair_of_chats_has_its_own_prompt_and_the_answer_before(field
 )
 def test_columns_of_other_formats_are_not_read(fields, tmp_path, capsys, loss, column, value):
     """Another task would read them before prompt and completion. A warning names them."""
-    said.clear()
     task, rows = opened(fields, tmp_path, [row | {column: value, "system": "the"} for row in ROWS], kto_loss=loss)
     for raw, row in zip(ROWS, rows, strict=True):
         assert task.tokenizer.decode(row["input_ids"]) == "the cat" + raw["completion"] + "<|endoftext|>"

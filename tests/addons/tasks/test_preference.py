@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from addons.tasks import kto, preference
 from addons.tasks.preference.pair_losses import odds_ratio
-from engine.config.errors import UsageError, said
+from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
 from src.losses import chunked_cross_entropy
@@ -102,7 +102,6 @@ def test_pairs_that_are_all_equal_are_named(fields, tmp_path):
     ],
 )
 def test_only_columns_that_are_ignored_are_warned_of(fields, tmp_path, capsys, row, more, warning):
-    said.clear()
     opened(fields, tmp_path, [{"prompt": "the cat"} | row | more])
     printed = capsys.readouterr().err
     assert warning in printed

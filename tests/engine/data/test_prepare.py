@@ -25,7 +25,6 @@ from engine.data import dataset, prepare
 from engine.data.prepared_split import data_notes
 from engine.loop import run_record
 from engine.storage import cache_folder
-from engine.text.chat_turns import warn_once
 from src.tasks import causal_lm
 from tests.engine.data.conftest import WORDS
 from tests.helpers import kit
@@ -226,7 +225,6 @@ def test_unknown_tokens_are_counted(open_data, tmp_path):
 
 @pytest.mark.parametrize("unknown", [None, "<unk>"])
 def test_tokenizer_that_drops_characters_or_has_no_end_is_warned_of(open_data, tmp_path, capfd, unknown):
-    warn_once.cache_clear()
     model = Tokenizer(models.BPE({"a": 0, "b": 1, "<unk>": 2}, [], unk_token=unknown))
     PreTrainedTokenizerFast(tokenizer_object=model, unk_token=unknown).save_pretrained(tmp_path / "ab")
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab漢a"}])

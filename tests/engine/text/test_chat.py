@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from engine.config.errors import UsageError, said
+from engine.config.errors import UsageError
 from engine.text import chat_spans
 from engine.text.chat import encode_chat, render_chat
 from engine.text.chat_turns import Structs, read_chat
@@ -241,7 +241,6 @@ def test_template_with_two_marked_parts_in_a_turn(tokenizer):
 
 
 def test_training_of_other_roles_is_warned_of(tokenizer, capsys):
-    said.clear()
     render(tokenizer, kit.CHATML, [CHAT[0] | {"train": True}, CHAT[1] | {"train": True}])
     assert "only turns of the assistant" in capsys.readouterr().err
     render(tokenizer, kit.CHATML, [CHAT[0] | {"train": False}, CHAT[1] | {"train": True}])
@@ -289,7 +288,6 @@ def test_words_about_reasoning_are_not_taken_for_reasoning(tokenizer, words):
 
 def test_reasoning_that_is_only_closed_is_warned_of(tokenizer, capsys):
     """DeepSeek R1 writes so, whose prompt opens it; or the turn speaks of the tag."""
-    said.clear()
     for words in ("<think> why\n</think>\n\nyes <think>", "why</think>yes </think>"):
         text, _ = render(tokenizer, SPLITS, [CHAT[0], {"role": "assistant", "content": words}])
         assert "<think>why</think>yes " in text
@@ -523,7 +521,6 @@ GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_
     ],
 )
 def test_warnings(tokenizer, capsys, template, words):
-    said.clear()
     tokenizer.chat_template = template
     encode_chat(tokenizer, CHAT, "row 3", None)
     warnings = capsys.readouterr().err
@@ -532,7 +529,6 @@ def test_warnings(tokenizer, capsys, template, words):
 
 
 def test_keys_that_a_template_does_not_read_are_warned_of(tokenizer, capsys):
-    said.clear()
     tokenizer.chat_template = kit.CHATML
     chat = [CHAT[0] | {"name": "Ann", "id": "a1"}, CHAT[1]]
     encode_chat(tokenizer, chat, "row 3", None)

@@ -318,7 +318,6 @@ def test_variables_in_a_column_of_the_data(tmp_path, file_type):
 
 
 def test_variables_of_a_row_that_are_not_read_are_warned_of(folder, capsys):
-    said.clear()
     tokenizer = tokenizer_with(folder, VARIABLE)
     assert targets(tokenizer, ChatFormat(), CHAT, {"enable_thinking": False, "messages": []})[0].startswith("user: hi")
     warnings = capsys.readouterr().err

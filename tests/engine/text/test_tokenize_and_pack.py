@@ -17,8 +17,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_special_tokens_in_texts_are_warned_of_once(tmp_path, monkeypatch, capsys, name):
-    monkeypatch.setattr(tokenize_and_pack, "_WARNED", set())
+def test_special_tokens_in_texts_are_warned_of_once(tmp_path, capsys, name):
     fields = {"tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer"), "cache_dir": tmp_path / "cache"}
     fields["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
     if name == "content":
@@ -34,8 +33,7 @@ def test_special_tokens_in_texts_are_warned_of_once(tmp_path, monkeypatch, capsy
     assert warnings.count("warning:") == 1
 
 
-def test_text_is_text_if_special_tokens_are_split(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokenize_and_pack, "_WARNED", set())
+def test_text_is_text_if_special_tokens_are_split(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / "tokenizer"), split_special_tokens=True)
     tokenize_and_pack.warn_of_special_tokens(tokenizer, ["<|pad|>"], "text", ["here"])
     assert not capsys.readouterr().err
