@@ -119,11 +119,16 @@ class Generation:
     def read_rows(self, split: Any, packed: bool, max_length: int) -> None:
         """Find the prompts of the validation rows that `predict_with_generate` answers; `split` is None without data."""
         options = self.options
-        name = "predict_with_generate" if self.answers_rows else "sample_prompts"
         if split is None:
-            if self.answers_rows or self.samples:
+            if self.answers_rows:
                 raise UsageError(
-                    f"{name}: each evaluation answers, but there is no evaluation data: give --validation_file, or remove it"
+                    "predict_with_generate: each evaluation answers, but there is no evaluation data: give "
+                    "--validation_file, or remove it"
+                )
+            if self.samples:
+                warn(
+                    "sample_prompts are answered at each evaluation, but there is no evaluation data, so they are not: give "
+                    "--validation_file or --validation_split"
                 )
             return
         if not self.answers_rows:

@@ -4,13 +4,12 @@ Tests: tests/addons/tasks/test_preference.py.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from engine.config.errors import UsageError, errors_of, warn_once
 from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
 from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
-from engine.text.row_formats import join_prompt, read_answer, read_tools, with_system
+from engine.text.row_formats import join_prompt, not_trained, read_answer, read_tools, with_system
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 PROMPT = "prompt"
@@ -51,7 +50,8 @@ class PairEncoder:
     def describe(self) -> str:
         """Return a sentence on how rows are read, for the plan."""
         kind = "chats" if self.chat else "text, without a chat template"
-        return f"{', '.join(f'`{name}`' for name in self.needed)} as {kind}: loss where chosen and rejected differ"
+        loss = "on both completions" if self.all_tokens else "where chosen and rejected differ"
+        return f"{', '.join(f'`{name}`' for name in self.needed)} as {kind}: loss {loss}"
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
@@ -95,10 +95,15 @@ class PairEncoder:
         if self.chat:
             prompts = batch.get(self.prompt) or [None] * len(batch[side])
             systems = batch.get(SYSTEM) or [None] * len(batch[side])
+            [other] = set(SIDES) - {side}
+            rows = zip(prompts, systems, batch[side], batch[other], locations, strict=True)
             chats = []
-            for prompt, system, turns, location in zip(prompts, systems, batch[side], locations, strict=True):
+            for prompt, system, turns, other_turns, location in rows:
                 with errors_of(location):
-                    chat = _chat(prompt, turns, (self.prompt, side))
+                    if prompt:
+                        chat = join_prompt(prompt, turns, (self.prompt, side))
+                    else:
+                        chat = _after_shared_turns(read_answer(turns, side), read_answer(other_turns, other), side)
                     chats.append(with_system(chat, system, SYSTEM)[0])
             columns = {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
             if self.prompt != PROMPT and "tools" in batch:
@@ -108,10 +113,8 @@ class PairEncoder:
         return {"prompt": batch[self.prompt], "completion": batch[side]}
 
 
-def _chat(prompt: Any, answer: Any, names: tuple[str, str]) -> list[dict]:
-    """Return a whole chat: the prompt, if the row has one, and the answer, either of them text or turns.
-
-    `names`: the columns of both."""
-    if prompt:
-        return join_prompt(prompt, answer, names)
-    return read_answer(answer, names[1])
+def _after_shared_turns(chat: list[dict], other: list[dict], side: str) -> list[dict]:
+    """Return a chat without a prompt: its prompt is the turns that both sides begin with, without the last of a side."""
+    turns = zip(chat[:-1], other[:-1], strict=False)
+    count = next((i for i, (one, another) in enumerate(turns) if one != another), min(len(chat), len(other)) - 1)
+    return [*not_trained(chat[:count], side), *chat[count:]]

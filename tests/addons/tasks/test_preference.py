@@ -86,6 +86,20 @@ def test_pairs_that_are_all_equal_are_named(fields, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "loss, rejected",
+    [("sigmoid", CHAT[1]), ("simpo", CHAT[1]), ("apo_zero", CHAT[1]), ("orpo", CHAT[1]), ("orpo", CHAT[0])],
+)
+def test_turns_that_both_chats_begin_with_are_the_prompt(fields, tmp_path, loss, rejected):
+    """As in TRL: answers of the history are no part of a completion, neither of its likelihood nor of its length."""
+    before = [CHATML_USER, {"role": "assistant", "content": "on"}, CHATML_USER]
+    whole = {"chosen": [*before, CHAT[0]], "rejected": [*before, rejected]}
+    split = {"prompt": before, "chosen": [CHAT[0]], "rejected": [rejected]}
+    _, [row] = opened(fields, tmp_path, [whole], preference_loss=loss)
+    _, [expected] = opened(fields, tmp_path, [split], preference_loss=loss)
+    assert all(np.array_equal(row[name], expected[name]) for name in row)
+
+
+@pytest.mark.parametrize(
     "row, more, warning",
     [
         ({"chosen": CHAT[:1], "rejected": CHAT[1:]}, {}, ""),

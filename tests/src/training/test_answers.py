@@ -291,7 +291,6 @@ ASSISTANT = {"role": "assistant", "content": "cat"}
         ({"sample_prompts": ["a", {"role": "system", "content": "be kind"}]}, "sample_prompts: prompt 1.*system"),
         ({"sample_prompts": [[{"role": "gpt", "content": "one"}]]}, "sample_prompts: prompt 0.*gpt"),
         ({"sample_prompts": ["one " * 300]}, "sample_prompts: prompt 0 has .* tokens.*256 positions"),
-        ({"sample_prompts": ["one"], "validation_file": None}, "sample_prompts.*validation_file"),
         ({"predict_with_generate": True, "validation_file": None}, "predict_with_generate.*validation_file"),
         ({"predict_with_generate": True, "validation_file": "texts"}, "predict_with_generate: no validation row"),
         ({"predict_with_generate": True, "metrics": ["unknown"]}, "metrics.*unknown"),
@@ -309,6 +308,13 @@ def test_prompts_that_cannot_be_answered_are_refused_at_the_start(recipe, tmp_pa
     assert codes == [2]
     assert "Traceback" not in texts[0]
     assert re.search(words, " ".join(texts[0].split())), texts[0]
+
+
+def test_sample_prompts_without_evaluation_data_are_warned_of(recipe, capsys):
+    """So the run files that have them also train on a train_file alone."""
+    fields = {name: value for name, value in recipe.items() if name != "validation_file"}
+    kit.open_data(**fields | {"predict_with_generate": False, "sample_prompts": "one"})
+    assert re.search("warning: sample_prompts.*validation_file", capsys.readouterr().err)
 
 
 def test_rows_without_a_whole_answer_are_left_out_and_counted(recipe, tmp_path):
