@@ -90,6 +90,8 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
     folder = model_folder(cfg, name, field)
     refuse_adapter(f"{field}: {name}", Path(folder))
     file = config_file(Path(folder))
+    if not file.exists() and config_file(Path(folder, "final")).exists():
+        raise UsageError(f"{field}: {name} is the folder of a run: give {name.rstrip('/')}/final, its final model")
     source = folder if file.name == "config.json" else str(file)
     with errors_of(f"{field}: no model could be read from {name}"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)

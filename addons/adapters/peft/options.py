@@ -16,6 +16,7 @@ REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
 REFUSED_OPTIONS = {
     "alora_invocation_tokens": "peft looks for them outside of the layers, so nothing would be trained: remove it",
     "inference_mode": "it freezes the adapter, so nothing would be trained: remove it",
+    "layer_replication": "layers that share weights could not be saved: remove it",
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, and other processes wait for their gradients: give rank_dropout",
 }

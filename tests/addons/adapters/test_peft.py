@@ -345,6 +345,7 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
         ({"target": "q_proj", "target_modules": ["v_proj"]}, ["target_modules", "both", "remove one"]),
         ({"inference_mode": True}, ["inference_mode", "nothing would be trained"]),
         ({"alora_invocation_tokens": [1]}, ["alora_invocation_tokens", "nothing would be trained"]),
+        ({"layer_replication": [[0, 1], [0, 1]]}, ["layer_replication", "could not be saved"]),
         ({"r": "four"}, ["r is 'four'", "whole number"]),
         ({"r": True}, ["r is True", "whole number"]),
         ({"use_rslora": 1}, ["use_rslora is 1", "true or false"]),

@@ -67,6 +67,12 @@ def test_folder_with_an_adapter_is_refused(saved, tmp_path):
         pretrained(tmp_path / "model")
 
 
+def test_folder_of_a_run_is_refused_by_the_name_of_its_final_model(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run/final")
+    with pytest.raises(UsageError, match=r"^model_name_or_path: .*run is the folder of a run: give .*run/final,"):
+        pretrained(tmp_path / "run")
+
+
 @pytest.mark.parametrize("part", [None, "text_config"])
 def test_quantized_models_are_refused(saved, tmp_path, part):
     """transformers needs a package for each method, and puts integers into the weights."""
