@@ -22,7 +22,7 @@ from engine.config.errors import UsageError
 from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
-from engine.models.config_and_tokenizer import BASE_FILE, pretrained_source, refuse_adapter
+from engine.models.config_and_tokenizer import BASE_FILE, CONFIG_OF_ADAPTER, pretrained_source, refuse_adapter
 from engine.models.new_tokens import with_new_ids
 from engine.storage.atomic_folder import rewrite
 from engine.storage.cache_folder import cache_root, exclusive
@@ -125,10 +125,17 @@ def _named_base(cfg: RunConfig, read: bool) -> BaseModel:
     trained_on = read_base(folder)
     if trained_on is not None and not weight_files(folder):
         raise UsageError(
-            f"model_name_or_path: {name} holds only what a run trained on {trained_on}: give the run's final/, where both are "
-            f"one model, or to train it further, --init_from {name}"
+            f"model_name_or_path: {name} holds only what a run trained on {trained_on}: {model_with_base(folder)}; or to train "
+            f"it further, give --init_from {name}"
         )
     return BaseModel(name, weights=hash_of_weights(cfg, folder) if read else None)
+
+
+def model_with_base(folder: Path) -> str:
+    """Return what to do for a model with its base, where `folder` of a run leaves that out."""
+    if (folder / CONFIG_OF_ADAPTER).exists():  # final/ of a run with merge: false
+        return "start that run again with --merge true, which merges without training, and give its final/"
+    return "give the run's final/ (with merge: true), where both are one model"
 
 
 def _as_given(cfg: RunConfig, folder: Path) -> str:

@@ -18,7 +18,7 @@ from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
-from engine.models.base_model import leaves_out_base, read_base, weight_files
+from engine.models.base_model import leaves_out_base, model_with_base, read_base, weight_files
 from engine.models.config_and_tokenizer import (
     config_file,
     experts_per_token,
@@ -157,8 +157,8 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
     fix = (
-        "give the run's final/ (with merge: true), where both are one model; or to train them further, give --init_from and "
-        "that run's field of the add-on (state.json has it)"
+        f"{model_with_base(folder)}; or to train them further, give --init_from and that run's field of the add-on "
+        "(state.json has it)"
     )
     base = read_base(folder)
     if base and not weight_files(folder):

@@ -153,5 +153,5 @@ def test_an_adapter_alone_is_no_model(runs, base, tmp_path):
     for change in ({}, {"peft": "none"}):
         values = fields(tmp_path, alone) | change | {"output_dir": tmp_path / "run"}
         task, _ = kit.open_data(**values)
-        with pytest.raises(UsageError, match="holds only what"):
+        with pytest.raises(UsageError, match=r"holds only what.*again with --merge true.*--init_from"):
             task.build_model()
