@@ -42,6 +42,7 @@ TRAINING_DATA = {  # a flag that names training data -> fields of the run file t
 _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 _PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
+_ANSWERS = "the loss is on answers (messages, prompt and completion); of rows with a text it is on all tokens"
 _SMOKE = "run make smoke CONFIG=FILE, or python -m engine.tools.smoke and then this command, before a long run"
 NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead; add-ons have more
     "lr": "give learning_rate",
@@ -61,6 +62,16 @@ NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to gi
     "sequence_len": "give max_length (tokens of a row)",
     "max_seq_length": "give max_length (tokens of a row)",
     "max_seq_len": "give max_length (tokens of a row)",
+    "cutoff_len": "give max_length (tokens of a row)",
+    "max_prompt_length": "give max_length (tokens of prompt and completion)",
+    "max_completion_length": "give max_length (tokens of prompt and completion)",
+    "template": "give chat_template, or leave the choice to the run (docs/data.md, Which template)",
+    "assistant_only_loss": _ANSWERS,
+    "completion_only_loss": _ANSWERS,
+    "train_on_inputs": _ANSWERS,
+    "loss_type": "give task preference and preference_loss, or task kto and kto_loss",
+    "ref_model": "give reference_name_or_path (default: the weights that the run begins with)",
+    "neftune_noise_alpha": "give techniques: {neftune: {alpha: 5}}",
     "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
     "optimizer": "give optim",
     "lr_scheduler": "give lr_scheduler_type",

@@ -26,6 +26,12 @@ from engine.models.base_model import read_base
 from engine.models.config_and_tokenizer import named_base
 from engine.storage.jsonl import read_json
 
+NAMES_ELSEWHERE = (  # fields of TRL, axolotl and LLaMA-Factory
+    *("adapter", "finetuning_type", "use_peft", "use_dora", "use_rslora"),
+    *("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_modules_to_save"),
+    *("lora_target", "lora_target_modules", "lora_target_linear"),
+)
+
 
 @dataclass(frozen=True)
 class Peft(AddOn):
@@ -65,8 +71,9 @@ class Peft(AddOn):
 
     @classmethod
     def names_elsewhere(cls) -> dict[str, str]:
-        """Return a field of axolotl."""
-        return {"lora_r": "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"}
+        """Return the fields of other trainers that are options of an adapter."""
+        fix = "give peft: {type: lora, r: 8, lora_alpha: 16, target: [q_proj, v_proj]} (docs/techniques.md, Adapters)"
+        return dict.fromkeys(NAMES_ELSEWHERE, fix)
 
     def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
         """Inject the adapter into the part of the model that is trained."""

@@ -335,6 +335,12 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
     assert task.plain_head is (target == ["q_proj"])
 
 
+@pytest.mark.parametrize("name", ["lora_alpha", "lora_target_modules", "use_dora"])
+def test_options_of_adapters_in_other_trainers_lead_to_peft(llama, name):
+    with pytest.raises(UsageError, match=f"{name}: unknown field; give peft: "):
+        kit.open_data(**llama, **{name: 16})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
