@@ -59,6 +59,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
     if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
         return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_map(kind):
+        pair = [pa.field("key", plain_type(kind.key_type)), pa.field("value", plain_type(kind.item_type))]
+        return pa.list_(pa.struct(pair))
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
     return kind

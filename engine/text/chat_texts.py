@@ -68,8 +68,8 @@ def _check_tags(chat: Chat, rendered: str) -> None:
         before, end, after = content.partition("</think>")
         has_block = end and "<think>" not in before.lstrip().removeprefix("<think>")
         words = (after if has_block else content).strip()
-        is_written = any(way in rendered for way in ways_to_write(words))
-        if THINK_TAG.search(words) and not is_written and chat.is_trained[i]:
+        has_tags = chat.is_trained[i] and THINK_TAG.search(words)
+        if has_tags and not any(way in rendered for way in ways_to_write(words)):
             raise ValueError(
                 f"the chat template takes <think> or </think> within the words of turn {i} for reasoning, and does not write "
                 f"{words[:60]!r}: write reasoning as `reasoning_content`, or the words without these tags"

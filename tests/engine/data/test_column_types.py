@@ -186,6 +186,15 @@ def test_columns_of_parquet_of_several_types_are_refused(tmp_path):
         seen(tmp_path, ("text",), train_file=list(map(str, files)))
 
 
+def test_column_of_maps_that_is_not_read_is_accepted(tmp_path):
+    """`datasets` has no such type."""
+    maps = pa.array([[("a", 1)], None], pa.map_(pa.dictionary(pa.int8(), pa.string()), pa.int64()))
+    pq.write_table(pa.table({"text": ["x", "y"], "m": maps}), tmp_path / "a.parquet")
+    assert seen(tmp_path, ("text",), train_file=[str(tmp_path / "a.parquet")]) == {"text": ["x", "y"]}
+    as_pairs = [[{"key": "a", "value": 1}], None]
+    assert seen(tmp_path, ("m",), train_file=[str(tmp_path / "a.parquet")]) == {"m": as_pairs}
+
+
 def test_arrow_files_with_other_types(tmp_path):
     for i, column in enumerate((TEXT, TEXT.cast(pa.large_string()))):
         with pa.ipc.new_file(tmp_path / f"{i}.arrow", pa.schema([("text", column.type)])) as writer:
