@@ -128,7 +128,7 @@ class Generation:
             if self.samples:
                 warn(
                     "sample_prompts are answered at each evaluation, but there is no evaluation data, so they are not: give "
-                    "--validation_file or --validation_split"
+                    "--validation_file"
                 )
             return
         if not self.answers_rows:
