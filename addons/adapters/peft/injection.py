@@ -78,6 +78,15 @@ def _check_names(model: torch.nn.Module, config: Any) -> None:
     ]
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
+    numbers = {int(part) for name in modules for part in name.split(".") if part.isdecimal()}
+    numbered = getattr(config, "layers_to_transform", None)
+    for number in [numbered] if isinstance(numbered, int) else numbered or []:
+        if number not in numbers:
+            last = max(numbers, default=None)
+            raise UsageError(
+                f"peft: layers_to_transform: {type(model).__name__} has no layer {number}: its layers "
+                + ("have no numbers" if last is None else f"are 0 to {last}")
+            )
     for option_name, known in (
         ("target_modules", modules),
         ("modules_to_save", modules),

@@ -418,6 +418,19 @@ def test_wrong_targets_are_errors(llama, tmp_path, target):
         task.build_model()
 
 
+@pytest.mark.parametrize("layers", [2, [0, 2], [-1]])
+def test_layers_by_number_must_be_there(llama, layers):
+    """peft would leave out those that the model does not have."""
+    adapter = {"type": "lora", "target": ["q_proj"], "layers_to_transform": layers}
+    task, _ = kit.open_data(**llama, peft=json.dumps(adapter))
+    with pytest.raises(UsageError, match=r"^peft: layers_to_transform: .* has no layer (2|-1): its layers are 0 to 0$"):
+        task.build_model()
+    task, _ = kit.open_data(**llama, peft=json.dumps(adapter | {"layers_to_transform": 0}))
+    trained = {name for name, value in task.build_model().named_parameters() if value.requires_grad}
+    assert trained
+    assert all(".layers.0." in name for name in trained)
+
+
 def test_a_name_in_place_of_a_list_is_an_error(llama):
     """For peft, it is a pattern, which matches no whole name."""
     task, _ = kit.open_data(**llama, peft=json.dumps({"target": "q_proj"}))
