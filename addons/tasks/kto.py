@@ -71,9 +71,10 @@ class Task(ReferenceTask):
 
         columns = examples.column_names
         if missing := [name for name in ("prompt", "completion", "label") if name not in columns]:
+            pairs = "; pairs of `chosen` and `rejected` are rows of --task preference"
             raise UsageError(
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs `prompt`, "
-                "`completion` and `label`"
+                f"`completion` and `label`{pairs if {'chosen', 'rejected'} <= {*columns} else ''}"
             )
         kind = getattr(examples.features["label"], "dtype", "a list")
         if kind != "bool":

@@ -225,6 +225,10 @@ def test_mutant_baseline_of_a_micro_batch_is_another(whole, tmp_path, monkeypatc
     "rows, message",
     [
         ([{"prompt": "the", "completion": " cat"}], "label not among the columns prompt, completion"),
+        (
+            [{"prompt": "the", "chosen": " cat", "rejected": " dog"}],
+            "pairs of `chosen` and `rejected` are rows of --task",
+        ),
         ([{"prompt": "the", "completion": " cat", "label": 1}], "`label` holds int64: give true"),
         ([{"prompt": "the", "completion": " cat", "label": "good"}], "`label` holds string: give true"),
         (
