@@ -68,7 +68,8 @@ def call_or_warn(what: str, call: Callable, *args) -> Any:
 
 def one_line(error: BaseException, length: int = 300) -> str:
     """Return the beginning of an error message as one line, or without a message the type of the error."""
-    return " ".join(str(error).split())[:length] or type(error).__name__
+    text = " ".join(str(error).split())[:length] or type(error).__name__
+    return f"{text}: save the file as UTF-8" if isinstance(error, UnicodeDecodeError) else text
 
 
 def reason_of(error: BaseException) -> str:

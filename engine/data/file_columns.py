@@ -35,7 +35,11 @@ def features_of_file(
     if builder == "csv":
         return features_of_schema(pa.schema(csv_reader.types_of_file(file, separator, open_file)))
     if builder == "parquet":
-        return features_of_schema(parquet.read_schema(file))
+        schema = parquet.read_schema(file)
+        repeated = {name for name in schema.names if schema.names.count(name) > 1}
+        if repeated:
+            raise UsageError(f"{file}: the column `{min(repeated)}` is there twice")
+        return features_of_schema(schema)
     if builder == "arrow":
         with open(file, "rb") as binary:
             try:

@@ -48,7 +48,7 @@ BAD = {  # text or bytes of files by name; parts of the message, separated by |
     "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
     "invalid UTF-8 in csv": (
         {"a.csv": "text\n" + "ab\n" * 5000 + "caf\udce9\n" + "ab\n" * 5000},
-        "a.csv, after line |: 'utf-8' codec can't decode byte 0xe9",
+        "a.csv, after line |: 'utf-8' codec can't decode byte 0xe9|: save the file as UTF-8",
     ),
     # ---- other formats
     "invalid UTF-8 in jsonl": (

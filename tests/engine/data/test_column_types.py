@@ -195,6 +195,13 @@ def test_column_of_maps_that_is_not_read_is_accepted(tmp_path):
     assert seen(tmp_path, ("m",), train_file=[str(tmp_path / "a.parquet")]) == {"m": as_pairs}
 
 
+def test_column_that_is_there_twice_is_refused(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([TEXT, TEXT], names=["text", "text"]), file)
+    with pytest.raises(UsageError, match=r"a\.parquet: the column `text` is there twice"):
+        seen(tmp_path, ("text",), train_file=[str(file)])
+
+
 def test_arrow_files_with_other_types(tmp_path):
     for i, column in enumerate((TEXT, TEXT.cast(pa.large_string()))):
         with pa.ipc.new_file(tmp_path / f"{i}.arrow", pa.schema([("text", column.type)])) as writer:
