@@ -123,6 +123,74 @@ def float32(recipe, tmp_path_factory) -> kit.Run:
         return read_run(run, text.read_text())
 
 
+# The tests with most launches come first: pytest-xdist begins in this order.
+
+
+def test_a_classifier_trains_in_bf16_and_smoke_passes(files, tmp_path):
+    kit.need_task("text_classification")
+    rows = [{"text": f"{'good' if i % 2 else 'bad'} {i}", "label": i % 2} for i in range(64)]
+    model = {"model_type": "bert", "num_hidden_layers": 2, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    model |= {name: size for name, size in HEADS.items() if name != "num_key_value_heads"}
+    model = kit.write_yaml(tmp_path / "bert.yaml", model)
+    kit.tiny_tokenizer(tmp_path / "tokenizer", ["good bad"])
+    values = {"task": "text_classification", "model_config": model, "tokenizer_name": tmp_path / "tokenizer"}
+    values |= {"train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows), "global_batch_size": 16, "max_steps": 8}
+    flags = kit.flags(**values | {"logging_steps": 1, "learning_rate": 1e-3})
+    run, on_cpu = launched(tmp_path / "run", flags, "bf16"), launched(tmp_path / "cpu", flags, config="cpu")
+    assert losses_agree(run, on_cpu, 2e-2)
+    smoke = [sys.executable, "-m", "engine.tools.smoke", *launcher("bf16", "gpu"), str(kit.REPOSITORY / "train.py")]
+    text = output([*smoke, *flags, "--output_dir", str(tmp_path / "smoke")], limit=450)  # three launches
+    assert text.rstrip().endswith("because kernels on cuda may add in any order\nsmoke: passed")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_base_of_few_bits_computes_the_losses_of_a_cpu_and_resumes_bitwise(recipe, float32, tmp_path, bits):
+    kit.need_addon("adapters/low_bit_base")
+    pytest.importorskip("peft")
+    if private_apis.bitsandbytes() is None:
+        pytest.skip("bitsandbytes is not installed")
+    adapter = json.dumps({"type": "lora", "r": 4, "target": "all-linear"})
+    values = {"peft": adapter, f"load_in_{bits}bit": True, "merge": True, "save_steps": 10, "save_total_limit": 2}
+    [_, _, *flags] = recipe(**values)
+    flags = ["--model_name_or_path", str(float32.folder / "final"), *flags]  # instead of --model_config
+    run = launched(tmp_path / "run", flags, "bf16")
+    assert losses_agree(run, launched(tmp_path / "cpu", flags, config="cpu"), 5e-2)
+    resumed = launched(kit.rewind(tmp_path / "run", 10, tmp_path / "resumed"), flags, "bf16")
+    assert "Resuming from step" in resumed.text
+    assert kit.same(resumed.weights, run.weights)
+
+
+TECHNIQUES = {
+    "sam": None,
+    "hard_examples": {"share": 0.75},
+    "adaptive_clipping": None,
+    "spike_watch": {"warmup": 2},
+    "lookahead": {"k": 3},
+    "ema": {"decay": 0.9},
+    "swa": {"start": 5},
+    "lawa": {"k": 2, "every": 2},
+}
+
+
+def test_techniques_compute_the_numbers_of_a_cpu(recipe, tmp_path):
+    for name in TECHNIQUES:
+        kit.need_addon(f"techniques/{name}")
+    flags = recipe(techniques=json.dumps(TECHNIQUES))
+    run = launched(tmp_path / "run", flags)
+    on_cpu = launched(tmp_path / "cpu", flags, config="cpu")
+    assert losses_agree(run, on_cpu, 1e-3)
+    for name in ("ema/loss", "swa/loss", "lawa/loss"):
+        assert run.kind("eval")[-1][name] == pytest.approx(on_cpu.kind("eval")[-1][name], rel=1e-3)
+
+
+def test_packed_rows_compute_the_numbers_of_a_cpu(recipe, tmp_path, no_waiting):
+    packed = {"packing": True, "max_length": 128}
+    on_cpu = launched(tmp_path / "cpu", recipe(**packed), config="cpu")
+    for attention in ("sdpa", "varlen"):
+        flags = recipe(**packed, attn_implementation=attention)
+        assert losses_agree(launched(tmp_path / attention, flags, "bf16", script=no_waiting), on_cpu, 2e-2)
+
+
 def test_a_gpu_trains_the_numbers_of_a_cpu(recipe, float32, tmp_path):
     on_cpu = launched(tmp_path / "cpu", recipe(), config="cpu")
     assert losses_agree(float32, on_cpu, 1e-4)
@@ -193,23 +261,6 @@ def test_resume_is_bitwise(recipe, float32, tmp_path):
     assert kit.same(run.weights, float32.weights)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_base_of_few_bits_computes_the_losses_of_a_cpu_and_resumes_bitwise(recipe, float32, tmp_path, bits):
-    kit.need_addon("adapters/low_bit_base")
-    pytest.importorskip("peft")
-    if private_apis.bitsandbytes() is None:
-        pytest.skip("bitsandbytes is not installed")
-    adapter = json.dumps({"type": "lora", "r": 4, "target": "all-linear"})
-    values = {"peft": adapter, f"load_in_{bits}bit": True, "merge": True, "save_steps": 10, "save_total_limit": 2}
-    [_, _, *flags] = recipe(**values)
-    flags = ["--model_name_or_path", str(float32.folder / "final"), *flags]  # instead of --model_config
-    run = launched(tmp_path / "run", flags, "bf16")
-    assert losses_agree(run, launched(tmp_path / "cpu", flags, config="cpu"), 5e-2)
-    resumed = launched(kit.rewind(tmp_path / "run", 10, tmp_path / "resumed"), flags, "bf16")
-    assert "Resuming from step" in resumed.text
-    assert kit.same(resumed.weights, run.weights)
-
-
 def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(compile=True, pad_to_multiple_of=32))
     assert losses_agree(run, float32, 1e-4)
@@ -231,14 +282,6 @@ def test_evaluation_uses_the_kernels_of_training(recipe, tmp_path):
     launched(run.folder, ["--checkpoint", str(run.folder)], script="eval.py")
     evaluated = json.loads((run.folder / "eval.json").read_text())
     assert evaluated["loss"] == run.kind("eval")[-1]["loss"]
-
-
-def test_packed_rows_compute_the_numbers_of_a_cpu(recipe, tmp_path, no_waiting):
-    packed = {"packing": True, "max_length": 128}
-    on_cpu = launched(tmp_path / "cpu", recipe(**packed), config="cpu")
-    for attention in ("sdpa", "varlen"):
-        flags = recipe(**packed, attn_implementation=attention)
-        assert losses_agree(launched(tmp_path / attention, flags, "bf16", script=no_waiting), on_cpu, 2e-2)
 
 
 @pytest.mark.parametrize("precision, kernel", [("bf16", "varlen"), ("no", "sdpa")])
@@ -267,46 +310,6 @@ def test_kernel_by_lengths_is_attention_within_documents(window, key_heads):
         results.append([x.double().cpu() for x in (out, *torch.autograd.grad((out.float() ** 2).sum(), moved))])
     for value, exact in zip(*results, strict=True):
         assert (value - exact).norm() <= 1e-2 * exact.norm()
-
-
-def test_a_classifier_trains_in_bf16_and_smoke_passes(files, tmp_path):
-    kit.need_task("text_classification")
-    rows = [{"text": f"{'good' if i % 2 else 'bad'} {i}", "label": i % 2} for i in range(64)]
-    model = {"model_type": "bert", "num_hidden_layers": 2, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    model |= {name: size for name, size in HEADS.items() if name != "num_key_value_heads"}
-    model = kit.write_yaml(tmp_path / "bert.yaml", model)
-    kit.tiny_tokenizer(tmp_path / "tokenizer", ["good bad"])
-    values = {"task": "text_classification", "model_config": model, "tokenizer_name": tmp_path / "tokenizer"}
-    values |= {"train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows), "global_batch_size": 16, "max_steps": 8}
-    flags = kit.flags(**values | {"logging_steps": 1, "learning_rate": 1e-3})
-    run, on_cpu = launched(tmp_path / "run", flags, "bf16"), launched(tmp_path / "cpu", flags, config="cpu")
-    assert losses_agree(run, on_cpu, 2e-2)
-    smoke = [sys.executable, "-m", "engine.tools.smoke", *launcher("bf16", "gpu"), str(kit.REPOSITORY / "train.py")]
-    text = output([*smoke, *flags, "--output_dir", str(tmp_path / "smoke")], limit=450)  # three launches
-    assert text.rstrip().endswith("because kernels on cuda may add in any order\nsmoke: passed")
-
-
-TECHNIQUES = {
-    "sam": None,
-    "hard_examples": {"share": 0.75},
-    "adaptive_clipping": None,
-    "spike_watch": {"warmup": 2},
-    "lookahead": {"k": 3},
-    "ema": {"decay": 0.9},
-    "swa": {"start": 5},
-    "lawa": {"k": 2, "every": 2},
-}
-
-
-def test_techniques_compute_the_numbers_of_a_cpu(recipe, tmp_path):
-    for name in TECHNIQUES:
-        kit.need_addon(f"techniques/{name}")
-    flags = recipe(techniques=json.dumps(TECHNIQUES))
-    run = launched(tmp_path / "run", flags)
-    on_cpu = launched(tmp_path / "cpu", flags, config="cpu")
-    assert losses_agree(run, on_cpu, 1e-3)
-    for name in ("ema/loss", "swa/loss", "lawa/loss"):
-        assert run.kind("eval")[-1][name] == pytest.approx(on_cpu.kind("eval")[-1][name], rel=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 5000])
