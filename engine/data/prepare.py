@@ -120,15 +120,19 @@ def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> No
 
     before = source.key()
     processes = cfg.preprocessing_num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the other ranks wait
-    raw = load_raw_rows(source, cfg, partial(in_processes, processes))
-    stats = {"examples": 0} if raw is None else _write_rows(task, raw, processes, folder)  # None: no such split
+    with kept_warnings() as warnings:
+        raw = load_raw_rows(source, cfg, partial(in_processes, processes))
+    # None: no such split
+    stats = {"examples": 0} if raw is None else _write_rows(task, raw, processes, folder, warnings)
     if source.key() != before:
         raise UsageError(f"{source.field}: {source} changed while it was read: start again when it is complete")
     (folder / STATS).write_text(json.dumps(stats))
 
 
-def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dict[str, Any]:
-    """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics."""
+def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_files: dict[str, str]) -> dict[str, Any]:
+    """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics.
+
+    `of_files`: the warnings about the files that hold the rows."""
     source = raw.source
     count = len(raw.rows)
     refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
@@ -152,7 +156,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path) -> dic
     )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
     stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}}
-    _say(warnings, stats)
+    _say(of_files | warnings, stats)
     digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config.errors import UsageError, warn
+from engine.config.errors import UsageError, warn_once
 from engine.config.paths import locate, plain_data
 from engine.config.run_config import RunConfig
 from engine.storage import http_files, hub
@@ -255,14 +255,13 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
         raise UsageError(f"{source.field}: {empty[0]} is empty ({len(empty)} of {len(files)} files): remove it")
     copies = [file for file in files if _is_copy(Path(file))]
     if copies and source.split == "train":
-        warn(f"{source.field}: {copies[0]} is read, too: remove it if it is a copy", any_rank=True)
+        warn_once(f"{source.field}: {copies[0]} is read, too: remove it if it is a copy")
     data = {file for file in source.files if _is_data(Path(file))}
     unread = sorted(data - {os.path.abspath(file) for file in files})
     if files and unread and source.split == "train" and not source.saved_to_disk:  # caches of `map` lie beside it
-        warn(
+        warn_once(
             f"{source.field}: {unread[0]} and {len(unread) - 1} more not read, as the files of a folder are of one type, "
             "and named after its splits: convert or rename them, or list all as --train_file",
-            any_rank=True,
         )
     return files
 
@@ -283,8 +282,7 @@ def warn_of_unread_media(source: Source, files: Iterable[str], suffixes: Iterabl
     `files`: of the split; `suffixes`: of what `datasets` reads as rows of this folder."""
     count = sum(Path(file).suffix.lower() in set(suffixes) for file in files)
     if rows < count:
-        warn(
+        warn_once(
             f"{source.field}: {count - rows} of {count} files of the {source.split} data of {source.name} are not read, as "
             "its metadata does not name them",
-            any_rank=True,
         )

@@ -364,6 +364,17 @@ def test_warnings_about_rows_are_said_once_at_each_start(
     assert len(json.loads(facts.read_text())["blocks"]) > 5
 
 
+def test_warnings_about_files_are_said_at_each_start(fields, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    kit.write_jsonl(tmp_path / "data/a.jsonl", [{"text": "one two three"}])
+    kit.write_jsonl(tmp_path / "data/a.jsonl.bak", [{"text": "one two"}])
+    del fields["train_file"]
+    for _ in range(2):
+        said.clear()
+        kit.open_data(**fields, dataset_name=tmp_path / "data", cache_dir=tmp_path / "cache")
+        assert capsys.readouterr().err.count("a.jsonl.bak is read, too") == 1
+
+
 # ---- make data -----------------------------------------------------------------------------------------------------------
 
 
