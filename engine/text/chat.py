@@ -67,6 +67,8 @@ def encode_chat(
         if chat_format.masks_empty_reasoning:
             spans = _without_empty_reasoning(text, spans, empty_reasoning(tokenizer, template, json.dumps(values)))
         contents = [turn.get("content") for turn in chat.turns]
+        # At the beginning of a turn, <think> is meant as the token that it may be
+        contents = [REASONING_IN_CONTENT.sub("", text) for text in contents if isinstance(text, str)]
         warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
         text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

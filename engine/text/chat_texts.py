@@ -66,19 +66,31 @@ def _check_tags(chat: Chat, rendered: str) -> None:
         if turn["role"] != "assistant" or not isinstance(content, str) or not THINK_TAG.search(content):
             continue
         before, end, after = content.partition("</think>")
-        has_block = end and "<think>" not in before.lstrip().removeprefix("<think>")
+        is_opened = before.lstrip().startswith("<think>")
+        has_block = end and (is_opened or "<think>" not in before)
         words = (after if has_block else content).strip()
-        has_tags = chat.is_trained[i] and THINK_TAG.search(words)
-        if has_tags and not any(way in rendered for way in ways_to_write(words)):
+        if chat.is_trained[i] and THINK_TAG.search(words) and not _is_written(words, rendered):
             raise ValueError(
                 f"the chat template takes <think> or </think> within the words of turn {i} for reasoning, and does not write "
                 f"{words[:60]!r}: write reasoning as `reasoning_content`, or the words without these tags"
             )
-        if has_block and "<think>" not in before and re.search(rf"<think>\s*{re.escape(before.strip())}", rendered):
+        reasoning = before.strip().removeprefix("<think>").strip() if has_block else ""
+        mention, _, end_of_reasoning = reasoning.rpartition("<think>")
+        written_end = rf"<think>\s*{re.escape(end_of_reasoning.strip())}\s*</think>"
+        if mention and chat.is_trained[i] and re.search(written_end, rendered) and not _is_written(reasoning, rendered):
+            raise ValueError(
+                f"the chat template writes of the reasoning of turn {i} only what follows its last <think>: write it without "
+                "this tag"
+            )
+        if has_block and not is_opened and re.search(rf"<think>\s*{re.escape(before.strip())}", rendered):
             warn_once(
                 "messages: a turn of the assistant has </think> without <think>: what stands before it is written as "
                 "reasoning, as the chat template reads it"
             )
+
+
+def _is_written(words: str, rendered: str) -> bool:
+    return any(way in rendered for way in ways_to_write(words))
 
 
 def _read_marks(texts: list[Text], marked: str) -> tuple[Places, set[int]]:

@@ -286,6 +286,23 @@ def test_words_about_reasoning_are_not_taken_for_reasoning(tokenizer, words):
     assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"]
 
 
+def test_reasoning_may_speak_of_its_tag(tokenizer):
+    """A template may write other spaces around it, or leave out that of earlier turns, but not its first half."""
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nis it <think> ?\n</think>\n\nyes"}]
+    assert "<think>is it <think> ?</think>yes" in render(tokenizer, SPLITS, chat)[0]
+    cut = SPLITS.replace(".replace('<think>', '', 1)", ".split('<think>')[-1]")
+    with pytest.raises(ValueError, match="reasoning of turn 1 only what follows"):
+        render(tokenizer, cut, chat)
+
+
+def test_special_tokens_around_reasoning_are_meant(tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / "tokenizer", chat_template=kit.CHATML))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    for words, count in (("<think>why</think>yes", 0), ("<think>why</think>yes </think>", 1)):
+        encode_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": words}], "here", None)
+        assert capsys.readouterr().err.count("its special token") == count
+
+
 def test_reasoning_that_is_only_closed_is_warned_of(tokenizer, capsys):
     """DeepSeek R1 writes so, whose prompt opens it; or the turn speaks of the tag."""
     for words in ("<think> why\n</think>\n\nyes <think>", "why</think>yes </think>"):
