@@ -131,7 +131,7 @@ def _load_named(source: Source, folder: str | None) -> RawRows | None:
     named_files(source, data_files)
     rows = source.load_split(builder, split, folder)
     files = [str(file) for file in data_files.get(split, [])] if source.files else []
-    warn_of_unread_media(source, files, getattr(builder, "EXTENSIONS", ()), len(rows))
+    warn_of_unread_media(source, files, getattr(builder, "EXTENSIONS", ()), rows)
     return RawRows(source, rows, ((files[0], len(rows)),) if len(files) == 1 else (), tuple(names))
 
 

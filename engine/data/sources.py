@@ -6,6 +6,7 @@ Tests: tests/engine/data/test_dataset.py, tests/engine/data/test_bad_rows.py and
 import dataclasses
 import glob
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ COMPRESSED = {".gz", ".bz2", ".lz4", ".xz", ".zst", ".zip"}  # `datasets` reads 
 IMAGES = {".heic", ".heif", ".avif", ".jxl"}  # that `datasets` does not read
 # Suffixes of files that are nothing but data; others are data if they are named like a split
 DATA = BUILDERS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED | IMAGES
-SPLITS = ("train", "valid", "val", "dev", "test", "eval")
+SPLITS = re.compile(r"(train|training|valid|validation|val|dev|test|testing|eval|evaluation)([^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -272,17 +273,19 @@ def _is_copy(file: Path) -> bool:
 
 
 def _is_data(file: Path) -> bool:
-    is_of_split = file.suffix in BUILDERS and file.stem.lower().startswith(SPLITS)
-    return file.suffix.lower() in DATA or is_of_split
+    is_of_split = file.suffix in BUILDERS and SPLITS.match(file.stem)
+    return file.suffix.lower() in DATA or bool(is_of_split)
 
 
-def warn_of_unread_media(source: Source, files: Iterable[str], suffixes: Iterable[str], rows: int) -> None:
-    """Warn if a split of a folder of images or sounds has more such files than rows: its metadata names only some.
+def warn_of_unread_media(source: Source, files: Iterable[str], suffixes: Iterable[str], rows: "Dataset") -> None:
+    """Warn if a split of a folder of images or sounds has more such files than its rows name: its metadata leaves some out.
 
     `files`: of the split; `suffixes`: of what `datasets` reads as rows of this folder."""
+    columns = sum(hasattr(feature, "decode_example") for feature in rows.features.values())  # two for images and masks
+    named = len(rows) * columns
     count = sum(Path(file).suffix.lower() in set(suffixes) for file in files)
-    if rows < count:
+    if columns and named < count:
         warn_once(
-            f"{source.field}: {count - rows} of {count} files of the {source.split} data of {source.name} are not read, as "
+            f"{source.field}: {count - named} of {count} files of the {source.split} data of {source.name} are not read, as "
             "its metadata does not name them",
         )

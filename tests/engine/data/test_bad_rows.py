@@ -250,7 +250,7 @@ def test_compressed_files_of_a_folder_are_read(open_data, tmp_path, name):
 
 def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
     files = {"train.jsonl": lines(ROW), "test.jsonl": lines(ROW), "more.csv": "text\nx\n", "extra.jsonl": lines(ROW)}
-    others = {"tokenizer.json": "{}", "labels.txt": "a"}
+    others = {"tokenizer.json": "{}", "labels.txt": "a", "trainer_state.json": "{}", "values.json": "{}"}
     unread = {"more.tsv": "text\nx\n", "more.jsonl.gz": gzip.compress(b"{}"), "train-2.txt": "x\n"}
     write(tmp_path / "data", files | others | unread)
     _, splits = open_data(dataset_name=tmp_path / "data")
@@ -277,3 +277,12 @@ def test_warning_for_images_that_metadata_does_not_name(tmp_path, capfd):
     warnings = capfd.readouterr().err
     assert "2 of 3 files of the train data" in warnings
     assert f"{tmp_path}/data/train/d.HEIC and 0 more not read" in warnings
+
+
+def test_masks_that_metadata_names_are_read(tmp_path, capfd):
+    (tmp_path / "data").mkdir()
+    for name in ("a", "a_mask"):
+        Image.new("L", (2, 2)).save(tmp_path / f"data/{name}.png")
+    write(tmp_path / "data", {"metadata.jsonl": lines({"image_file_name": "a.png", "mask_file_name": "a_mask.png"})})
+    assert raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows.column_names == ["image", "mask"]
+    assert "warning:" not in capfd.readouterr().err
