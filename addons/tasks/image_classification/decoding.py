@@ -5,6 +5,7 @@ Tests: tests/addons/tasks/test_decoding.py.
 
 import io
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +25,14 @@ def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes,
     data = file_bytes(value, column, location)
     try:
         size = open_image(data, channels).size
-        file = open_file(data)
-        if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":  # the other one of a phone is of the same picture
-            warn_once(f"images of several frames or pages ({file.format}): only the first one is read")
-        return data, size
     except Exception as error:
         named = f"{value['path']}: " if value.get("path") else ""
         raise UsageError(f"{location}: {named}the image cannot be read: {error}") from error
+    with suppress(Exception):  # a broken frame that is not read
+        file = open_file(data)
+        if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":  # the other one of a phone is of the same picture
+            warn_once(f"images of several frames or pages ({file.format}): only the first one is read")
+    return data, size
 
 
 def file_bytes(value: Any, column: str, location) -> bytes:

@@ -67,6 +67,12 @@ def test_further_frames_are_warned_of_once(capsys, kind, is_warned):
     assert capsys.readouterr().err.count(f"warning: images of several frames or pages ({kind})") == is_warned
 
 
+def test_image_with_a_broken_second_frame_is_read():
+    """Only the first frame is read, as before the warning of further ones."""
+    whole = encoded(GRADIENT, "GIF", save_all=True, append_images=[GRADIENT.rotate(180)])
+    assert read_image({"bytes": whole[:-60], "path": None}, "image", 1, "row 7")[1] == (6, 4)
+
+
 def test_unreadable_images_are_named(tmp_path):
     whole = encoded(GRADIENT)
     program = encoded(GRADIENT.convert("RGB"), "EPS")
