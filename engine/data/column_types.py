@@ -144,7 +144,7 @@ def refuse_missing_columns(file: str, there: Iterable[str], wanted: Iterable[str
     """Raise UsageError for a file of a stream that lacks one of these columns: a table without columns has no rows."""
     names = list(there)
     if wanted and not names:
-        raise UsageError(f"{file} has no rows, or only empty ones: remove it")
+        raise UsageError(f"{file} has only rows without a value: remove it")
     for column in wanted or ():
         if column not in names:
             raise UsageError(

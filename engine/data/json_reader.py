@@ -48,7 +48,8 @@ def json_tables(builder: Any, files_iterables: Iterable, open_file: Callable) ->
                 for number, chunk in enumerate(_chunks(binary, file, size)):
                     if not features:
                         features = chunk.features()
-                        refuse_missing_columns(file, features, builder.only_columns)
+                        if features or next(chunk.rows(), None):  # a file without rows loses none
+                            refuse_missing_columns(file, features, builder.only_columns)
                         features = _features_to_stream(features, builder.only_columns)
                     chunk.refuse_columns(set(builder.late_columns) - {*features})
                     yield Key(shard, number), chunk.table(features, builder.has_card)

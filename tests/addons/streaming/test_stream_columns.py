@@ -86,9 +86,17 @@ def test_file_without_the_columns_that_are_read_is_refused(tmp_path, kind):
     with pytest.raises(UsageError, match=rf"1.{kind}: there is no column `text` among n, but earlier shards have it"):
         seen(tmp_path, ("text",), train_file=list(map(str, files)))
     if kind == "jsonl":
-        files[1].write_text("\n\n")
-        with pytest.raises(UsageError, match=r"1.jsonl has no rows"):
+        files[1].write_text("{}\n")
+        with pytest.raises(UsageError, match=r"1.jsonl has only rows without a value"):
             seen(tmp_path, ("text",), train_file=list(map(str, files)))
+
+
+@pytest.mark.parametrize("content", ["\n\n", "[]"])
+def test_file_without_rows_is_skipped(tmp_path, content):
+    """Training would end at it, and without it the stream is another one, which no checkpoint resumes."""
+    files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", [{"text": "a"}]) for i in range(3)]
+    files[1].write_text(content)
+    assert seen(tmp_path, ("text",), train_file=list(map(str, files))) == {"text": ["a", "a"]}
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
