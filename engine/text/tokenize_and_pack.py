@@ -50,7 +50,10 @@ def _special_tokens(tokenizer) -> re.Pattern | None:
     ]
     if not tokens or getattr(tokenizer, "split_special_tokens", False):
         return None
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=str.__len__, reverse=True))))
+    ends: dict[str, list[str]] = {}  # by the first two characters: `re` would try a thousand tokens at each "<"
+    for token in sorted(tokens, key=str.__len__, reverse=True):
+        ends.setdefault(token[:2], []).append(re.escape(token[2:]))
+    return re.compile("|".join(f"{re.escape(begin)}(?:{'|'.join(each)})" for begin, each in ends.items()))
 
 
 def tokenize_columns(

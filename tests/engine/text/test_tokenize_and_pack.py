@@ -1,5 +1,7 @@
 """UTF-8 bytes of tokens, documents packed into rows that are nearly full; each one once: tests/src/tasks/test_causal_lm.py."""
 
+import timeit
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -31,6 +33,21 @@ def test_special_tokens_in_texts_are_warned_of_once(tmp_path, capsys, name):
     warnings = capsys.readouterr().err
     assert f"rows.jsonl, line 2: train data: `{name}` holds '<|pad|>'" in warnings
     assert warnings.count("warning:") == 1
+
+
+def test_a_thousand_special_tokens_are_found_quickly(tmp_path):
+    """Tokenizers of Mistral have so many, which all begin as a tag of HTML does."""
+    patterns = []
+    for count in (1, 2000):
+        tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / str(count)))
+        tokens = ["<s>", "<s>>", *(f"<SPECIAL_{i}>" for i in range(count))]
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+        patterns.append(tokenize_and_pack._special_tokens(tokenizer))
+    found = [patterns[1].search(text)[0] for text in ("a<s>>", "a<s>b", "<SPECIAL_1999>")]
+    assert found == ["<s>>", "<s>", "<SPECIAL_1999>"]
+    html = "<div><p>x</p></div>" * 2000
+    few, many = (min(timeit.repeat(lambda p=p: p.search(html), number=1, repeat=5)) for p in patterns)
+    assert many < 20 * few
 
 
 def test_text_is_text_if_special_tokens_are_split(tmp_path, capsys):
