@@ -140,7 +140,7 @@ class Encoder:
         if self.packing and len(document.ids) > self.max_length and IGNORED in document.labels:
             warn_once(
                 f"{location}: it has {len(document.ids):,} tokens, and max_length is {self.max_length:,}: packing splits "
-                "such rows, so later parts are trained on without what stands before them (more such rows are not named)",
+                "such rows, so their later parts are trained on without the prompt (more such rows are not named)",
                 kind="packing splits rows with a prompt",
             )
 
