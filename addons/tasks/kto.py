@@ -86,6 +86,7 @@ class Task(ReferenceTask):
         if any(map(holds_turns, raw.values())):
             raw |= {name: examples.features[name] for name in OF_CHATS if name in columns}
         self.raw_columns, _ = super().inspect_columns(_Columns([*raw], raw), split)
+        self.encoder.require_one_sequence()
         warn_of_ignored(columns, [*self.raw_columns, "label"], split, ("messages", "input_ids"))
         prefixes = ("", MISMATCHED) if self.has_baseline else ("",)
         features: dict[str, Any] = {name: List(Value("int32")) for prefix in prefixes for name in COLUMNS[prefix]}

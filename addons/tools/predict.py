@@ -4,7 +4,8 @@
     make predict FILE=rows.jsonl [RUN=folder] [NPROC=2] [ARGS='--max_new_tokens 64 --output answers.jsonl']
 
 A row has any format that the task trains on, and is read as there. Its last answer is left out, and answered anew; it may
-be missing. Chats are rendered by the chat template with the beginning of an answer. The answers are the same on any number
+be missing. Chats are rendered by the chat template with the beginning of an answer; a block of reasoning is a part of the
+prediction unless it is empty. The answers are the same on any number
 of processes. Tests: tests/addons/tools/test_chat_and_predict.py.
 """
 
@@ -24,9 +25,13 @@ from engine.distributed.init_accelerator import shutdown
 from engine.models.prompts import Prompt, last_answer
 from engine.process.exit_codes import run_main
 from engine.storage.atomic_folder import rewrite
+from engine.text.answer_prompt import QUESTION
+from engine.text.chat import render_chat
+from engine.text.chat_turns import Chat
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
+WORDS = "Zq7x"
 ANSWERS = {"prompt": "completion", "instruction": "output"}  # part of a row -> the part that answers it
 MOST_TOKENS = 256  # of an answer, unless a flag says otherwise
 
@@ -64,6 +69,11 @@ def predict(opened: OpenModel, file: Path, output: Path, max_new_tokens: int) ->
     rows, prompts = run_on_main(accelerator, lambda: read_rows(file, task, max_new_tokens))
     tokens = generate_answers(backend, module, task, prompts, {"max_new_tokens": max_new_tokens}, cfg)
     texts = task.generation.texts(tokens)
+    block = empty_reasoning(task)
+    texts = [
+        text.removeprefix(block) if isinstance(prompt.text, list) else text
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
 
     def write() -> None:
         lines = [json.dumps(row | {KEY: text}, ensure_ascii=False) for row, text in zip(rows, texts, strict=True)]
@@ -73,6 +83,22 @@ def predict(opened: OpenModel, file: Path, output: Path, max_new_tokens: int) ->
         print(f"{len(rows):,} answers are written to {output.resolve()}", flush=True)
 
     run_on_main(accelerator, write)
+
+
+def empty_reasoning(task: Any) -> str:
+    """Return what the chat template writes between a prompt and the words of an answer without reasoning, as the answer's
+    text has it: without special tokens. It is no part of the words."""
+    tokenizer = task.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    chat = Chat([*QUESTION, {"role": "assistant", "content": WORDS}], [False, True], None)
+    template = task.chat_format.template or tokenizer.get_chat_template()
+    try:
+        text, [span] = render_chat(tokenizer, chat, template, task.chat_format.variables)
+    except Exception:  # whatever a template raises
+        return ""
+    block = text[span.begin : span.end].partition(WORDS)[0]
+    return tokenizer.decode(tokenizer(block, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
 
 
 def read_rows(file: Path, task: Any, max_new_tokens: int) -> tuple[list[dict], list[Prompt]]:

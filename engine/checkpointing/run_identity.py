@@ -25,7 +25,8 @@ SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about th
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run")
 # Fields that have an effect on the prepared rows only: where these differ, they are named as the reason.
-EXPLAINS_ROWS = {"training_template", "empty_reasoning"}
+EXPLAINS_ROWS = {"training_template"}
+WITHDRAWN = {"empty_reasoning"}  # fields of earlier versions; what they decided is compared as data.rows
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
 SameRates = Callable[[Any, Any, int, dict], bool]
@@ -155,7 +156,7 @@ def _changes(
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
     values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
-    values |= {"plan_version": EQUAL_COUNTS} | config
+    values |= {"plan_version": EQUAL_COUNTS} | {name: config[name] for name in config.keys() - WITHDRAWN}
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
     for addon in schemas[0].addons:
         values = addon.identity(values)

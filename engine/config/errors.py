@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class UsageError(Exception):
@@ -32,7 +32,7 @@ def warn(text: str, any_rank: bool = False) -> None:
 
 
 said: set[str] = set()  # kinds of warnings that `warn_once` has printed in this process
-_kept: list[dict[str, str]] = []
+_kept: list[dict[str, Any]] = []
 
 
 def warn_once(text: str, kind: str = "") -> None:
@@ -47,9 +47,26 @@ def warn_once(text: str, kind: str = "") -> None:
         warn(text)
 
 
+class Counted(NamedTuple):
+    """Rows of one kind: where the first one is, and how many there are."""
+
+    first: str
+    number: int
+
+
+def count_rows(kind: str, location: object) -> None:
+    """Count a row, whose kind is what a note says of all of them; `location` becomes text for the first one only."""
+    if not _kept:  # a stream
+        warn_once(f"{location}: {kind}", kind)
+        return
+    first, number = _kept[-1].get(kind) or (str(location), 0)
+    _kept[-1][kind] = Counted(first, number + 1)
+
+
 @contextmanager
-def kept_warnings() -> Iterator[dict[str, str]]:
-    """Within, `warn_once` adds to this dictionary of kind -> text: who prepares rows is not always who prints."""
+def kept_warnings() -> Iterator[dict[str, Any]]:
+    """Within, `warn_once` adds to this dictionary of kind -> text, and `count_rows` of kind -> Counted: who prepares rows
+    is not always who prints."""
     _kept.append({})
     try:
         yield _kept[-1]

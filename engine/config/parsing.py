@@ -69,6 +69,8 @@ NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to gi
     "assistant_only_loss": _ANSWERS,
     "completion_only_loss": _ANSWERS,
     "train_on_inputs": _ANSWERS,
+    "empty_reasoning": "it is trained where the prompt does not write it; the mode without reasoning is "
+    "chat_template_kwargs: {enable_thinking: false}",
     "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
     "optimizer": "give optim",
     "lr_scheduler": "give lr_scheduler_type",

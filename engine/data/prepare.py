@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from engine import task as base
-from engine.config.errors import Failure, UsageError, kept_warnings, warn_once
+from engine.config.errors import Counted, Failure, UsageError, kept_warnings, warn_once
 from engine.config.run_config import RunConfig
 from engine.data.column_types import keep_json_text
 from engine.data.data_loader import init_worker
@@ -155,7 +155,7 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
         _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
     )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
-    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}}
+    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}, "counted": {}}
     _say(of_files | warnings, stats)
     digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
     with ExitStack() as stack:
@@ -181,9 +181,15 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
     return stats | {"rows": digest.hexdigest()}
 
 
-def _say(warnings: dict[str, str], stats: dict[str, Any]) -> None:
-    """Print what is new of these warnings, and add it to the statistics, so that each start says it again."""
+def _say(warnings: dict[str, Any], stats: dict[str, Any]) -> None:
+    """Print what is new of these warnings, and add it to the statistics, so that each start says it again.
+
+    What is counted is a note of the plan."""
     for kind, text in warnings.items():
+        if isinstance(text, Counted):
+            first, number = stats["counted"].get(kind, (text.first, 0))
+            stats["counted"][kind] = Counted(first, number + text.number)
+            continue
         stats["warnings"].setdefault(kind, text)
         warn_once(text, kind)
 

@@ -159,7 +159,8 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
     """Format the number of rows, tokens (or what `unit` names) and targets of a split as one line of text."""
     if stats["examples"] is None:
         return "a stream"
-    packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
+    made = "packed" if stats["examples"] < stats["source_rows"] else "made"  # of long texts, or turns, several rows
+    packed = f" {made} from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
     counted = f", {stats['tokens']:,} {unit}" if stats["tokens"] != stats["examples"] else ""
     targets = f", {stats['targets']:,} targets" if stats["targets"] else ""  # of computed rows they are not counted
     return f"{stats['examples']:,} rows{packed}{counted}{targets}"
@@ -199,8 +200,8 @@ def task_stats(task) -> dict:
 
 
 def data_notes(splits: dict) -> list[str]:
-    """Return notes on truncated rows, rows without a target, tokens that the tokenizer does not know, and validation rows
-    that are also in the training data."""
+    """Return notes on truncated rows, rows without a target, tokens that the tokenizer does not know, what was counted of
+    rows, and validation rows that are also in the training data."""
     notes = []
     for name, split in splits.items():
         stats = split.stats
@@ -219,6 +220,9 @@ def data_notes(splits: dict) -> list[str]:
             share = stats["unknown_tokens"] / stats["tokens"]
             text = f"{stats['unknown_tokens']:,} tokens ({share:.2%}) are the unknown token of the tokenizer"
             notes.append(f"{name} data: {text}: it has no token for these words or characters, so they are lost")
+        for _, _, part in split.segments():
+            for kind, (first, number) in part.stats.get("counted", {}).items():
+                notes.append(f"{name} data: {number:,} {kind} (first: {first})")
     both, checked = repeated(splits)
     if both:
         notes.append(f"validation data: {both:,} of {checked:,} examples checked are also in the training data")

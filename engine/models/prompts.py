@@ -54,14 +54,13 @@ def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, argume
         last = chat.turns[-1]["role"] if chat.turns else "nothing"
         if last not in ("user", "tool", "function", "ipython"):
             raise ValueError(f"it ends with {last}: a chat to answer ends with a turn of the user or of a tool")
+        with may_be_removed(CHATS):
+            from engine.text.answer_prompt import answer_prompt
+            from engine.text.template_variables import read_variables
         if of_row is not None:
-            with may_be_removed(CHATS):
-                from engine.text.template_variables import read_variables
             template = tokenizer.get_chat_template(tools=chat.tools)
             arguments = arguments | read_variables(of_row, tokenizer, template)
-        text = tokenizer.apply_chat_template(
-            chat.turns, tools=chat.tools, tokenize=False, add_generation_prompt=True, **arguments
-        )
+        text = answer_prompt(tokenizer, chat, arguments)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

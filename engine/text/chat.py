@@ -4,37 +4,53 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 """
 
 import functools
-import json
 import re
-from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UsageError, errors_of, warn_once
+from engine.config.errors import UsageError, count_rows, errors_of, warn_once
+from engine.text.answer_prompt import AnswerPrompts
 from engine.text.chat_options import ChatFormat
 from engine.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
-from engine.text.chat_texts import check_parts, choose_render, find_texts
+from engine.text.chat_texts import Render, check_parts, find_texts
 from engine.text.chat_turns import (
     NO_STRUCTS,
-    REASONING,
     Chat,
     Structs,
     read_chat,
     warn_of_unread_keys,
 )
 from engine.text.template_variables import read_variables
-from engine.text.tokenize_and_pack import IGNORED, token_bytes, warn_of_special_tokens
+from engine.text.tokenize_and_pack import (
+    IGNORED,
+    find_leads,
+    token_bytes,
+    warn_of_special_tokens,
+)
 
+NOT_TRAINED = (
+    "earlier answers are not trained on, since the chat template writes them otherwise than their prompt begins: give "
+    "--train_turns each"
+)
+NOT_REASONED = (
+    "answers have no reasoning, and after their prompt the chat template lets the model reason: it learns to answer at "
+    "once; to keep its reasoning, give rows with it, or the prompt without: chat_template_kwargs, such as "
+    "{enable_thinking: false}"
+)
+WINDOW = 64  # tokens before a target
+FEW_TOKENS = 8  # of them, which the beginning of the window does not change
 OWN_FORMAT = ChatFormat()  # the tokenizer's own template
 REASONING_IN_CONTENT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
-# What templates write in a turn without reasoning, before its words. In gpt-oss the words are in the channel `final`, and
-# to begin with that is not to think.
-EMPTY_REASONING = re.compile(
-    r"(<think>\s*)?</think>\n*$|\[THINK\]\s*\[/THINK\]\n*$|<\|channel>thought\s*<channel\|>\n*$"
-    r"|<\|channel\|>final<\|message\|>$"
-)
-WORDS = "\u2042words\u2042"
+
+
+class Sequence(NamedTuple):
+    """A tokenized chat, or its beginning: ids, labels and UTF-8 bytes of each token."""
+
+    ids: list[int]
+    labels: list[int]
+    sizes: np.ndarray
 
 
 def encode_chat(
@@ -46,8 +62,9 @@ def encode_chat(
     chat_format: ChatFormat = OWN_FORMAT,
     variables: Any = None,
     columns: str = "`messages`",
-) -> tuple[list[int], list[int], np.ndarray]:
-    """Return (ids, labels, UTF-8 bytes of each token) of a chat. The assistant's turns are the targets.
+) -> list[Sequence]:
+    """Return the sequences of a chat, of which the assistant's turns are the targets: one, or with `train_turns: each`
+    one for each turn.
 
     `tools`: what the row says about the functions that the assistant may call; None: nothing. `variables`: what the row
     says about variables of the template. `columns`: where the row has the chat, for errors."""
@@ -58,116 +75,155 @@ def encode_chat(
         )
     with errors_of(location, f"{columns} could not be rendered"):
         chat = read_chat(messages, tools, structs)
-        if chat_format.only_last_turn:
-            chat = _train_last_turn(chat, drop_reasoning=chat_format.template is not None)
         # A tokenizer may have one more template for rows with tools.
         template = chat_format.template or tokenizer.get_chat_template(tools=chat.tools)
         values = chat_format.variables | read_variables(variables, tokenizer, template)
-        text, spans = render_chat(tokenizer, chat, template, values)
-        if chat_format.masks_empty_reasoning:
-            spans = _without_empty_reasoning(text, spans, empty_reasoning(tokenizer, template, json.dumps(values)))
         contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be
         contents = [REASONING_IN_CONTENT.sub("", text) for text in contents if isinstance(text, str)]
         warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
-        text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = list(encoded["input_ids"])
-    offsets = encoded["offset_mapping"]
-    is_target = _tokens_in_spans(offsets, spans, also_partly=marks_turns(template))
-    labels = np.where(is_target, ids, IGNORED).tolist() if ids else []
-    _warn_of_template(tokenizer, chat, template, values, text, spans, labels)
-    return ids, labels, token_bytes(text, offsets)
+        sequences = []
+        for part in _parts(chat, chat_format.train_turns):
+            prompts = AnswerPrompts(tokenizer, part, template, values)
+            text, spans = render_answers(prompts, template, chat_format.train_turns != "all")
+            text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
+            _count_turns(prompts, spans, location)
+            sequences.append(_encode_text(tokenizer, text, spans))
+            _warn_of_template(tokenizer, part, template, values, text, spans, sequences[-1].labels)
+    return sequences
 
 
 def render_chat(
     tokenizer: Any, chat: Chat, template: str, variables: dict[str, Any] | None = None
 ) -> tuple[str, list[Span]]:
-    """Return a chat as text, and the characters of each assistant turn that is trained on.
+    """Return what render_answers does for a chat and a template."""
+    return render_answers(AnswerPrompts(tokenizer, chat, template, variables or {}), template)
 
-    Raise ValueError if the template does not write a part of the chat, or does not show where a turn begins and ends."""
-    apply = functools.partial(
-        tokenizer.apply_chat_template, tokenize=False, tools=chat.tools, chat_template=template, **variables or {}
-    )
-    render = choose_render(apply, chat)
-    text = render(chat.turns)
-    check_parts(render, chat, text)
+
+def render_answers(
+    prompts: AnswerPrompts, template: str, with_history_of_inference: bool = False
+) -> tuple[str, list[Span]]:
+    """Return a chat as text, and the characters of each assistant turn that is trained on: what follows its prompt.
+
+    `with_history_of_inference`: what stands before the only trained turn, the last one, is the prompt that inference
+    gives. Raise ValueError if the template does not write a part of the chat, or does not show where a turn begins and
+    ends."""
+    chat, render = prompts.chat, prompts.render_row
+    text = _checked_text(render, chat)
     texts, places = find_texts(render, chat, text)
     if marks_turns(template):
-        return text, marked_spans(render, chat, text, template)
-    return text, rendered_spans(render, chat, text, texts, places)
+        spans = prompts.spans_after_prompts(text, marked_spans(render, chat, text, template))
+    else:
+        spans = rendered_spans(render, chat, text, texts, places)
+    if not with_history_of_inference or not spans:
+        return text, spans
+    [span] = spans
+    prompt = prompts.prompt(len(chat.turns) - 1)
+    if text.startswith(prompt):
+        return text, spans
+    history = Chat(chat.turns[:-1], [False] * (len(chat.turns) - 1), chat.tools)
+    find_texts(prompts.render, history, _checked_text(prompts.render, history))
+    text = prompt + text[span.begin : span.end]
+    return text, [span._replace(begin=len(prompt), end=len(text))]
 
 
-# ---- what of a turn is a target --------------------------------------------------------------------------------------
+def _checked_text(render: Render, chat: Chat) -> str:
+    """Return a chat as text. Raise ValueError if it lacks calls or tools, or has values as Python code."""
+    text = render(chat.turns)
+    check_parts(render, chat, text)
+    return text
 
 
-def _train_last_turn(chat: Chat, drop_reasoning: bool) -> Chat:
-    """Return a chat of which only the last turn of the assistant may be trained on.
-
-    With `drop_reasoning`, turns before the last question have none, as templates for inference write them."""
-    roles = [turn["role"] for turn in chat.turns]
-    answers = [i for i, role in enumerate(roles) if role == "assistant"]
-    questions = [i for i, role in enumerate(roles) if role == "user" and i < max(answers, default=0)]
-    is_trained = [trained and i == answers[-1] for i, trained in enumerate(chat.is_trained)]
-    turns = chat.turns
-    if drop_reasoning:
-        last_question = max(questions, default=0)
-        turns = [_without_reasoning(turn) if i < last_question else turn for i, turn in enumerate(turns)]
-    return replace(chat, turns=turns, is_trained=is_trained)
+# ---- what of a chat is a sequence, and what of it a target -----------------------------------------------------------
 
 
-def _without_reasoning(turn: dict) -> dict:
-    """Return a turn of the assistant without its reasoning, any other one unchanged."""
-    if turn["role"] != "assistant":
-        return turn
-    without = {key: value for key, value in turn.items() if key not in REASONING}
-    if isinstance(turn["content"], str):
-        without["content"] = REASONING_IN_CONTENT.sub("", turn["content"])
-    return without
+def _parts(chat: Chat, train_turns: str) -> list[Chat]:
+    """Return the chat, or with `train_turns` last or each its beginnings up to the last, or each, trained turn."""
+    answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if train_turns == "last":
+        answers = answers[-1:]
+    answers = [i for i in answers if chat.is_trained[i]]
+    if train_turns == "all":
+        return [chat]
+    if not answers:
+        return [Chat(chat.turns, [False] * len(chat.turns), chat.tools)]
+    return [Chat(chat.turns[: i + 1], [False] * i + [True], chat.tools) for i in answers]
 
 
-@functools.lru_cache
-def empty_reasoning(tokenizer: Any, template: str, variables: str) -> str:
-    """Return the block that the template writes before the words of a turn without reasoning, or an empty text.
-
-    `variables`: as JSON, which can be a key of this cache."""
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": WORDS}]
-    try:
-        chat = Chat(turns, [False, True], None)
-        apply = functools.partial(
-            tokenizer.apply_chat_template, tokenize=False, chat_template=template, **json.loads(variables)
-        )
-        before, words, _ = choose_render(apply, chat)(turns).partition(WORDS)
-    except Exception:  # a template may want tools, or turns of the system
-        return ""
-    block = EMPTY_REASONING.search(before)
-    return block[0] if block and words else ""
+def _count_turns(prompts: AnswerPrompts, spans: list[Span], location) -> None:
+    """Count turns that are not trained because their prompt begins otherwise, and those that learn not to reason."""
+    written = {span.turn for span in spans}
+    if -1 in written:  # the template alone knows which turns it marks
+        return
+    for i, is_trained in enumerate(prompts.chat.is_trained):
+        if is_trained and i not in written:
+            count_rows(NOT_TRAINED, location)
+        elif is_trained and prompts.skips_reasoning(i):
+            count_rows(NOT_REASONED, location)
 
 
-def _without_empty_reasoning(text: str, spans: list[Span], block: str) -> list[Span]:
-    """Return spans that begin after an empty block of reasoning, if they begin before its end."""
-    if not block:
-        return spans
-    shorter = []
+def _encode_text(tokenizer: Any, text: str, spans: list[Span]) -> Sequence:
+    """Return the tokens of a text; those that start in a span are targets.
+
+    What stands before a span is tokenized apart from it where it has other tokens alone, as at inference."""
+    ids, offsets = _tokenize(tokenizer, text, 0, len(text))
+    borders = _borders(tokenizer, text, spans, ids, offsets)
+    if borders:
+        parts = [_tokenize(tokenizer, text, *part) for part in pairwise([0, *borders, len(text)])]
+        ids = [each for part, _ in parts for each in part]
+        offsets = [each for _, part in parts for each in part]
+    is_target = _in_spans(np.array([start for start, _ in offsets]), spans)
+    labels = np.where(is_target, ids, IGNORED).tolist() if ids else []
+    return Sequence(ids, labels, token_bytes(text, offsets))
+
+
+def _borders(tokenizer: Any, text: str, spans: list[Span], ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
+    """Return where spans begin before which the tokens of `text` are not those of a prompt that ends there.
+
+    Texts between special tokens are tokenized on their own, so the prompt's end is compared from the last one on, or
+    where none is near, the last tokens of a window."""
+    starts = np.array([start for start, _ in offsets])
+    special = np.flatnonzero(np.isin(ids, [*_special_ids(tokenizer)]))
+    ends, tails = [], []
     for span in spans:
-        first = span.begin
-        while first < span.end and text[first].isspace():  # GLM 4.5 begins a turn with a line break
-            first += 1
-        begin = text.find(block, max(0, span.begin - len(block)), first + len(block))
-        after = begin + len(block)
-        shorter.append(span._replace(begin=after) if begin >= 0 and span.begin < after <= span.end else span)
-    return shorter
+        end = int(np.searchsorted(starts, span.begin))
+        before = special[: np.searchsorted(special, end)]
+        near = max(0, end - WINDOW)
+        first = max(int(before[-1]) if len(before) else 0, near)
+        if first < end:
+            compared = end - first if first > near or not near else FEW_TOKENS
+            ends.append((span.begin, ids[end - compared : end]))
+            tails.append(text[offsets[first][0] : span.begin])
+    if not tails:
+        return []
+    alone = tokenizer(tails, add_special_tokens=False, verbose=False)["input_ids"]
+    return [begin for (begin, joint), tail in zip(ends, alone, strict=True) if list(tail)[-len(joint) :] != joint]
 
 
-def _tokens_in_spans(offsets: list[tuple[int, int]], spans: list[Span], also_partly: bool) -> np.ndarray:
-    """Return whether each token begins in a span; with `also_partly`, whether it has a character in one."""
-    if not offsets or not spans:
-        return np.zeros(len(offsets), bool)
-    starts, stops = np.array(offsets).T
-    last = np.maximum(starts, stops - 1) if also_partly else starts
+def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Return whether each place is in a span."""
+    if not spans:
+        return np.zeros(len(places), bool)
     begins, ends = np.array([span[:2] for span in spans]).T
-    span_before = np.searchsorted(begins, last, side="right") - 1
-    return (span_before >= 0) & (starts < ends[span_before])
+    span_before = np.searchsorted(begins, places, side="right") - 1
+    return (span_before >= 0) & (places < ends[span_before])
+
+
+def _tokenize(tokenizer: Any, text: str, start: int, stop: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return ids and characters of the tokens of a part of a text, without a space that a tokenizer begins texts with."""
+    for lead in [*_leads(tokenizer), ""] if start else [""]:
+        part = lead + text[start:stop]
+        encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = encoded["offset_mapping"]
+        first = next((i for i, (_, end) in enumerate(offsets) if end > len(lead)), len(offsets))
+        if first == len(offsets) or offsets[first][0] >= len(lead):  # else one token holds parts of both
+            break
+    shift = start - len(lead)
+    ids = list(encoded["input_ids"])
+    return ids[first:], [(begin + shift, end + shift) for begin, end in offsets[first:]]
+
+
+_leads = functools.lru_cache(find_leads)
 
 
 def _warn_of_template(

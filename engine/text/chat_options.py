@@ -31,15 +31,10 @@ class ChatOptions:
         from_checkpoint=True,
     )
     train_turns: str = option(
-        "all: each turn of the assistant is a target; last: only its last one, and reasoning of earlier turns is left out "
-        "as at inference",
+        "all: each turn of the assistant is a target; last: only its last one; each: a sequence for each of its turns. With "
+        "last and each, what stands before the turn is the prompt of inference",
         "all",
-        choices=("all", "last"),
-    )
-    empty_reasoning: str = option(
-        "an empty block of reasoning that the template writes in a turn without any: masked (no target) or trained",
-        "masked",
-        choices=("masked", "trained"),
+        choices=("all", "last", "each"),
     )
     # may_change_on_resume: the prepared rows are compared, which this decides.
     training_template: str | None = option(
@@ -57,30 +52,26 @@ class ChatFormat:
 
     template: str | None = None  # stands in for the tokenizer's own one; None: that one
     variables: dict[str, Any] = field(default_factory=dict)
-    only_last_turn: bool = False
-    masks_empty_reasoning: bool = True
-    adds_empty_reasoning: bool = (
-        False  # whether the template writes an empty block of reasoning, without variables of rows
-    )
+    train_turns: str = "all"
     choice: str = ""  # which template, and why, for the plan
+    prompt: str = ""  # what the generation prompt adds to a question, for the plan
 
     def settings(self, tokenizer: Any) -> tuple:
-        """Return everything that rows depend on, for the key of prepared data.
-
-        For rows as earlier versions made them it is the template alone, so that their streams resume."""
+        """Return everything that rows depend on, for the key of prepared data; at the defaults the template alone."""
         template = self.template or getattr(tokenizer, "chat_template", None)
-        others = (sorted(self.variables.items()), self.only_last_turn, self.masks_empty_reasoning)
-        of_earlier_versions = ([], False, not self.adds_empty_reasoning)
-        return (template,) if others == of_earlier_versions else (template, *others)
+        if not self.variables and self.train_turns == "all":
+            return (template,)
+        return template, sorted(self.variables.items()), self.train_turns
 
     def unused_fields(self) -> list[str]:
         """Return the fields of the run file that have no effect on rows that are not chats."""
-        fields = {"chat_template_kwargs": self.variables, "train_turns": self.only_last_turn}
+        fields = {"chat_template_kwargs": self.variables, "train_turns": self.train_turns != "all"}
         return [name for name, value in fields.items() if value]
 
     def plan(self) -> dict[str, str]:
-        """Return the row of the plan that says which template writes the chats, and why."""
-        return {"chat template": self.choice}
+        """Return the rows of the plan: which template writes the chats, and why; how answers are prompted."""
+        rows = {"chat template": self.choice}
+        return rows | {"answers follow": repr(self.prompt)[1:-1]} if self.prompt else rows
 
 
 def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:

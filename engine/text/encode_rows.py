@@ -36,7 +36,7 @@ from engine.text.tokenize_and_pack import (
 
 
 class Document(NamedTuple):
-    """The tokens of one raw row, before they are truncated or packed."""
+    """The tokens of a raw row, or of one of its answers, before they are truncated or packed."""
 
     ids: list[int]
     labels: list[int]
@@ -106,6 +106,13 @@ class Encoder:
             self.encoded_columns.insert(1, "labels")
         return needed, self.encoded_columns
 
+    def require_one_sequence(self) -> None:
+        """Raise UsageError if a row may become several sequences, which a task that compares answers cannot use."""
+        if self.chat_format.train_turns == "each":
+            raise UsageError(
+                "train_turns: each makes several sequences of a row, but this task has one: give last or all"
+            )
+
     def nested_columns(self) -> list[str]:
         """Return the columns of turns and tools that the run file names: their rows may have other keys."""
         return [self.named[part] for part in ("messages", "tools") if part in self.named]
@@ -128,11 +135,12 @@ class Encoder:
             if name in self.format.optional:
                 _refuse_bad_answers(name, batch.get(name) or (), locations)
         columns: dict[str, list] = {name: [] for name in self.encoded_columns}
-        for document, location in zip(self.encode(batch, locations), locations, strict=True):
-            self._warn_of_split(document, location)
-            for row in self._rows(document):
-                for name, values in columns.items():
-                    values.append(row[name])
+        for documents, location in zip(self.encode(batch, locations), locations, strict=True):
+            for document in documents:
+                self._warn_of_split(document, location)
+                for row in self._rows(document):
+                    for name, values in columns.items():
+                        values.append(row[name])
         return columns
 
     def _warn_of_split(self, document: Document, location) -> None:
@@ -167,17 +175,17 @@ class Encoder:
                 "cut": 0 if self.packing else length - len(ids),
             }
 
-    # ---- one generator for each format -------------------------------------------------------------------------------
+    # ---- one generator for each format: the documents of each row ----------------------------------------------------
 
-    def _encode_texts(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_texts(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         texts = batch[self.text_column]
         require_text(texts, self.text_column, locations)
         warn_of_special_tokens(self.tokenizer, texts, self.text_column, locations)
         for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):
             ids, sizes = self._with_eos(ids, sizes)
-            yield Document(ids, ids, sizes)
+            yield [Document(ids, ids, sizes)]
 
-    def _encode_pairs(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_pairs(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         prompts, completions = self._texts(batch, ("prompt", "completion"), locations)
         yield from self._encode_completions(prompts, completions)
 
@@ -190,7 +198,7 @@ class Encoder:
                 warn_of_special_tokens(self.tokenizer, batch[column], column, locations)
         return [batch[column] for column in columns]
 
-    def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[Document]:
+    def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[list[Document]]:
         # The prompt is tokenized alone, as at generation, and the completion as it follows it.
         heads = tokenize_with_bytes(self.tokenizer, prompts)
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -206,7 +214,7 @@ class Encoder:
                 tail, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
             tail, sizes = self._with_eos(tail, sizes)
             sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
-            yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
+            yield [Document(head + tail, [IGNORED] * len(head) + tail, sizes)]
 
     @cached_property
     def _leads(self) -> list[str]:
@@ -218,20 +226,20 @@ class Encoder:
             return ids, sizes
         return [*ids, eos], np.append(sizes, 0)
 
-    def _encode_chats(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_chats(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):
             from engine.text.chat import encode_chat
         columns = " and ".join(f"`{column}`" for column in self.format.required.values())
         for location, row in zip(locations, self.read_chats(batch, locations), strict=True):
             chat = (row.turns, location, row.tools, self.structs, self.chat_format, row.variables, columns)
             try:
-                yield Document(*encode_chat(self.tokenizer, *chat))
+                yield [Document(*sequence) for sequence in encode_chat(self.tokenizer, *chat)]
             except UsageError as error:
                 if not row.note:
                     raise
                 raise UsageError(f"{error}{row.note}") from error
 
-    def _encode_instructions(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_instructions(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         """With a chat template as chats, else as prompts in Alpaca's layout with completions."""
         if self._has_template:
             yield from self._encode_chats(batch, locations)
@@ -239,14 +247,14 @@ class Encoder:
         prompts = self.lay_out_instructions(batch, locations)
         yield from self._encode_completions(prompts, batch[self.format.required["output"]])
 
-    def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
+    def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         for i, ids in enumerate(batch["input_ids"]):
             labels = batch["labels"][i] if "labels" in batch else None
             mask = batch["attention_mask"][i] if "attention_mask" in batch else None
             if labels is None:
                 labels = ids
             self._check_ids(ids, labels, mask, locations[i])
-            yield Document(ids, labels, np.zeros(len(ids), np.int64))
+            yield [Document(ids, labels, np.zeros(len(ids), np.int64))]
 
     def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
         _require_integers(ids, "input_ids", location)

@@ -6,16 +6,16 @@ tests/engine/text/test_template_choice.py.
 
 import importlib.metadata
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.errors import UsageError, did_you_mean, errors_of
 from engine.config.paths import locate
-from engine.text.chat import empty_reasoning
+from engine.text.answer_prompt import QUESTION, renderer, written_by_prompt
 from engine.text.chat_options import ChatFormat, ChatOptions
-from engine.text.template_families import family_files, family_of, trains_all_turns
-from engine.text.template_variables import names_in, variables_of, without_marks
+from engine.text.chat_turns import Chat
+from engine.text.template_families import LAST_TURNS, TRAINED, count_trained, family_files, family_of
+from engine.text.template_variables import names_in, split_defaults, variables_of, with_defaults, without_marks
 
 OWN = "own"
 TRL = "trl"
@@ -34,32 +34,45 @@ class Choice(NamedTuple):
 def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     """Return how the chats of a run become text.
 
-    Sets `options.training_template`, and gives the tokenizer the template that is saved with the model. Raise UsageError
-    for a template that does not exist, or variables that it does not read."""
+    Sets `options.training_template`, and gives the tokenizer the template that is saved with the model, with the run's
+    variables as defaults. Raise UsageError for a template that does not exist, or variables that it does not read."""
+    defaults: dict[str, Any] = {}
+    if tokenizer.chat_template:  # of a run's final/, it has defaults already
+        tokenizer.chat_template, defaults = split_defaults(tokenizer.chat_template)
     if options.chat_template:
         choice = _choose_given(tokenizer, options.chat_template)
     elif not tokenizer.chat_template:
-        choice = Choice(OWN, None, "")
+        _check_variables(tokenizer, Choice(OWN, None, ""), options.chat_template_kwargs or {})
+        return ChatFormat(train_turns=options.train_turns)
     elif options.training_template:
         choice = _choose_recorded(tokenizer, options.training_template)
     else:
-        choice = _choose_by_tokenizer(tokenizer, options.train_turns == "last")
+        choice = _choose_by_tokenizer(tokenizer, options.train_turns != "all")
     if options.training_template not in (None, choice.name):
         raise UsageError(
             f"training_template is {options.training_template}, but chat_template {options.chat_template} makes it "
             f"{choice.name}: give --training_template {choice.name}, or remove one of them"
         )
-    if tokenizer.chat_template:
-        options.training_template = choice.name
-    variables = options.chat_template_kwargs or {}
-    _check_variables(tokenizer, choice, variables)
-    only_last_turn = options.train_turns == "last"
-    what = f"{choice.name}: {choice.reason}" if choice.reason else ""
-    if what and only_last_turn:
-        what += "; of the assistant's turns only the last one is trained"
-    adds_block = bool(tokenizer.chat_template) and _adds_empty_reasoning(tokenizer, choice.text, variables)
-    masks_block = options.empty_reasoning == "masked"
-    return ChatFormat(choice.text, variables, only_last_turn, masks_block, adds_block, what)
+    options.training_template = choice.name
+    given = options.chat_template_kwargs or {}
+    _check_variables(tokenizer, choice, given)
+    variables = defaults | given
+    what = f"{choice.name}: {choice.reason}"
+    if options.train_turns != "all":
+        turns = "only the last one is trained" if options.train_turns == "last" else "each one is a sequence of its own"
+        what += f"; of the assistant's turns {turns}, after the prompt of inference"
+    prompt = _beginning_of_answer(tokenizer, variables)
+    tokenizer.chat_template = with_defaults(tokenizer.chat_template, variables)
+    return ChatFormat(choice.text, variables, options.train_turns, what, prompt)
+
+
+def _beginning_of_answer(tokenizer: Any, variables: dict[str, Any]) -> str:
+    """Return what the generation prompt adds to a question; empty for a template that refuses a question alone."""
+    question = Chat(QUESTION, [False], None)
+    try:
+        return written_by_prompt(renderer(tokenizer, question, None, variables), QUESTION)
+    except Exception:  # whatever a template raises
+        return ""
 
 
 def _choose_given(tokenizer: Any, given: str) -> Choice:
@@ -108,17 +121,23 @@ def _choose_recorded(tokenizer: Any, name: str) -> Choice:
     return Choice(name, families[name].read_text(encoding="utf-8"), f"as training_template says; {KEPT}")
 
 
-def _choose_by_tokenizer(tokenizer: Any, only_last_turn: bool) -> Choice:
-    """Return the tokenizer's own template if it trains every turn; else one that writes the same and does."""
-    if only_last_turn:
-        return Choice(OWN, None, "the tokenizer's, which writes earlier turns as at inference")
-    if trains_all_turns(tokenizer):
-        return Choice(OWN, None, "the tokenizer's, which trains every turn")
-    reason = f"it trains every turn, with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
+def _choose_by_tokenizer(tokenizer: Any, one_turn: bool) -> Choice:
+    """Return the tokenizer's own template if it trains every turn; else one that writes the same and does.
+
+    `one_turn`: only the last turn of each sequence is trained."""
+    trains = "every turn" if not one_turn else "the last turn of a sequence"
+    wanted = LAST_TURNS if one_turn else TRAINED
+    trained_by_own = count_trained(tokenizer, None, wanted, one_turn)
+    if trained_by_own == len(wanted):
+        return Choice(OWN, None, f"the tokenizer's, which trains {trains}")
+    but = "" if one_turn else ", but for reasoning in earlier turns (train_turns each has the history of inference)"
+    reason = f"it trains {trains}, with its reasoning, and else writes what the tokenizer's own writes{but}; {KEPT}"
     family = family_of(tokenizer)
     if family is not None:
-        return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)
-    if _is_known_to_trl(_default(tokenizer.chat_template)):
+        text = family_files()[family].read_text(encoding="utf-8")
+        if not one_turn or count_trained(tokenizer, text, wanted, one_turn) > trained_by_own:
+            return Choice(family, text, reason)
+    if not one_turn and _is_known_to_trl(_default(tokenizer.chat_template)):
         text = _training_template_of_trl(tokenizer)
         if text is not None:
             return Choice(
@@ -127,11 +146,6 @@ def _choose_by_tokenizer(tokenizer: Any, only_last_turn: bool) -> Choice:
     return Choice(
         OWN, None, "the tokenizer's; chats that it does not write whole, or whose turns it changes, are refused"
     )
-
-
-def _adds_empty_reasoning(tokenizer: Any, template: str | None, variables: dict[str, Any]) -> bool:
-    """Return whether a template, or else the tokenizer's own, writes an empty block of reasoning."""
-    return bool(empty_reasoning(tokenizer, template or _default(tokenizer.chat_template), json.dumps(variables)))
 
 
 # ---- templates of the package trl ------------------------------------------------------------------------------------

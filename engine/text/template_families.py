@@ -5,12 +5,13 @@ Tests: tests/engine/text/test_template_families.py and tests/addons/data/test_st
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.paths import REPOSITORY
-from engine.text.chat import render_chat
-from engine.text.chat_texts import choose_render
+from engine.text.answer_prompt import AnswerPrompts, renderer
+from engine.text.chat import render_answers
 from engine.text.chat_turns import Chat, read_chat
 
 FOLDER = REPOSITORY / "configs" / "chat_templates"
@@ -85,6 +86,7 @@ PROBES = [
 PROMPT = Probe([USER])
 # Without two calls in one turn: some families have one, by their format.
 ONE_CALL = [probe for probe in PROBES if "purple" not in probe.says]
+LAST_TURNS = [PROBES[0], PROBES[1], PROBES[-1]]
 TRAINED = [*ONE_CALL, Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])]
 
 
@@ -113,13 +115,25 @@ def family_of(tokenizer: Any) -> str | None:
 def trains_all_turns(tokenizer: Any) -> bool:
     """Return whether the tokenizer's own template trains chats of several turns, with a system's turn, tools and
     reasoning."""
-    for probe in TRAINED:
+    return count_trained(tokenizer, None, TRAINED) == len(TRAINED)
+
+
+def count_trained(
+    tokenizer: Any, template: str | None, probes: list[Probe], with_history_of_inference: bool = False
+) -> int:
+    """Return how many chats a template, None for the tokenizer's own one, trains: all their turns, or the last one."""
+    count = 0
+    for probe in probes:
         try:
             chat = read_chat(probe.turns, probe.tools)
-            render_chat(tokenizer, chat, tokenizer.get_chat_template(tools=probe.tools))
+            if with_history_of_inference:
+                chat = replace(chat, is_trained=[False] * (len(chat.turns) - 1) + [True])
+            writes = template or tokenizer.get_chat_template(tools=probe.tools)
+            spans = render_answers(AnswerPrompts(tokenizer, chat, writes, {}), writes, with_history_of_inference)[1]
         except Exception:  # whatever a template raises
-            return False
-    return True
+            continue
+        count += len(spans) == sum(chat.is_trained)
+    return count
 
 
 class _Own:
@@ -166,11 +180,8 @@ class _Own:
 
 def _render(tokenizer: Any, probe: Probe, template: str | None, **options: Any) -> str | None:
     """Return a probe as `template`, or the tokenizer's own one, writes it; None if it refuses the probe."""
-    apply = functools.partial(
-        tokenizer.apply_chat_template, tokenize=False, tools=probe.tools, chat_template=template, **options
-    )
     try:
-        return choose_render(apply, Chat(probe.turns, [], probe.tools))(probe.turns)
+        return renderer(tokenizer, Chat(probe.turns, [], probe.tools), template, {})(probe.turns, **options)
     except Exception:  # whatever a template raises
         return None
 

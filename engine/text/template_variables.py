@@ -6,11 +6,14 @@ Tests: tests/engine/text/test_template_choice.py and tests/engine/text/test_chat
 import functools
 import inspect
 import json
+import re
 from typing import Any
 
 from engine.config.errors import warn_once
 from engine.text.chat_spans import END_GENERATION, GENERATION
 
+THINKING = frozenset({"enable_thinking", "thinking"})  # false: the prompt lets no model reason
+DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = (.*) %\}\{% endif %\}\n")  # see with_defaults
 OF_TRANSFORMERS = ("messages", "raise_exception", "strftime_now")
 
 
@@ -18,6 +21,30 @@ def without_marks(template: str) -> str:
     """Return a chat template that writes the same without {% generation %}, which few programs read."""
     template = GENERATION.sub(r"{%\1 if true \2%}", template)
     return END_GENERATION.sub(r"{%\1 endif \2%}", template)
+
+
+def with_defaults(template: Any, variables: dict[str, Any]) -> Any:
+    """Return a chat template, or each of several, that has these values of variables where a program gives none."""
+    if isinstance(template, dict):
+        return {name: with_defaults(each, variables) for name, each in template.items()}
+    given = {name: json.dumps(value) for name, value in sorted(variables.items()) if value is not None}
+    lines = [
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif %}}\n" for name, value in given.items()
+    ]
+    return "".join(lines) + template
+
+
+def split_defaults(template: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a chat template, or several, without what `with_defaults` has put before it, and those values."""
+    if isinstance(template, dict):
+        parts = {name: split_defaults(each) for name, each in template.items()}
+        defaults = {name: value for _, values in parts.values() for name, value in values.items()}
+        return {name: each for name, (each, _) in parts.items()}, defaults
+    defaults = {}
+    while match := DEFAULT.match(template):
+        defaults[match[1]] = json.loads(match[2])
+        template = template[match.end() :]
+    return template, defaults
 
 
 @functools.lru_cache

@@ -73,12 +73,15 @@ class Wrong(AssertionError):
     """The targets, or the text, are not those of the row."""
 
 
-def tokenizer_with(markers: list[str], template: str | None, eos: str = "</s>") -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes, in which each marker is one token."""
+def tokenizer_with(
+    markers: list[str], template: str | None, eos: str = "</s>", two_breaks: bool = False
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes, in which each marker is one token, and with `two_breaks` two line breaks, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    vocabulary = {letter: i for i, letter in enumerate([*alphabet, *(["ĊĊ"] if two_breaks else [])])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")] if two_breaks else []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos)
@@ -87,9 +90,14 @@ def tokenizer_with(markers: list[str], template: str | None, eos: str = "</s>") 
     return fast
 
 
-def check_targets(tokenizer, row: list[dict], tools, marks: Marks) -> str:
+def variables_of(family: str, row: str) -> dict:
+    """Return the variables with which a template writes the reasoning of a row that it would refuse without."""
+    return {"thinking": True} if family == "deepseek_v3_1" and "reasoning" in row else {}
+
+
+def check_targets(tokenizer, row: list[dict], tools, marks: Marks, variables: dict | None = None) -> str:
     """Encode a row, compare its targets with its words, and return its text. Raise Wrong if they differ."""
-    ids, labels, _ = encode_chat(tokenizer, row, "row", tools)
+    [(ids, labels, _)] = encode_chat(tokenizer, row, "row", tools, variables=variables)
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if encoded["input_ids"] != ids:
@@ -202,6 +210,7 @@ MARKER = re.compile(r"<[|｜/]?[\w▁|｜]+>|<\|\"\|>|<[\w]+[|]>|\[/?[A-Z_]+\]")
 
 
 @functools.cache
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template: str, two_breaks: bool = False) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a template, in which all that looks like a marker there is one token."""
-    return tokenizer_with([*MARKER.findall(template), "<|im_start|>", "<|im_end|>"], template)
+    markers = [*MARKER.findall(template), "<|im_start|>", "<|im_end|>"]
+    return tokenizer_with(markers, template, two_breaks=two_breaks)

@@ -30,6 +30,7 @@ class PairEncoder:
         self.all_tokens = all_tokens
         columns = examples.column_names
         self.encoder = encoder = replace(encoder)  # each split may have another kind of rows
+        encoder.require_one_sequence()
         # LLaMA-Factory's pairs have the turns before the answer in `conversations`.
         self.prompt = prompt = "conversations" if PROMPT not in columns and "conversations" in columns else PROMPT
         self.chat = any(holds_turns((examples.features or {}).get(name)) for name in (prompt, *SIDES))

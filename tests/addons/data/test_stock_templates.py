@@ -1,14 +1,18 @@
 """Published templates, as the package trl has them: six rows under each train with exact targets, or are refused."""
 
+import copy
 import importlib.util
 import random
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from engine.config.errors import UsageError
 from engine.text.chat import encode_chat
+from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
+from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import chat_oracle as oracle
 from tests.helpers.chat_oracle import CHATML, ROWS, Marks, check_targets, tokenizer_of
 
@@ -106,6 +110,42 @@ def test_each_row_trains_exactly_or_is_refused(stock):
             assert text is None or DATE.sub("DATE", ours[name]) == DATE.sub("DATE", text), name
 
 
+@pytest.mark.parametrize("stock", STOCK)
+def test_one_turn_a_sequence_follows_the_prompt_of_the_published_template(stock):
+    """Token by token, for each turn of chats with and without reasoning, or the chat is refused."""
+    own = STOCK[stock].read_text(encoding="utf-8")
+    encoded = 0
+    for name, (row, tools) in ROWS.items():
+        tokenizer = copy.copy(tokenizer_of(own, True))
+        tokenizer.chat_template = own
+        chosen = make_chat_format(tokenizer, ChatOptions(train_turns="each"))
+        try:
+            sequences = encode_chat(tokenizer, row, "row", tools, chat_format=chosen)
+        except UsageError:
+            continue
+        answers = [i for i, turn in enumerate(row) if turn["role"] == "assistant"]
+        for i, (ids, labels, _) in zip(answers, sequences, strict=True):
+            prompt = tokenizer(prompt_of(tokenizer, row[:i], tools), add_special_tokens=False)["input_ids"]
+            first = next(k for k, label in enumerate(labels) if label != IGNORED)
+            assert ids[: len(prompt)] == prompt, (name, i)
+            # After the result of a tool its prompt lacks the header that its turns have.
+            assert first == len(prompt) or (stock, name, i) == ("diffusion_gemma", "tools", 3)
+        encoded += 1
+    assert encoded >= 2  # at least one turn and several turns without anything else
+
+
+def prompt_of(tokenizer, turns: list[dict], tools) -> str:
+    """Return the prompt after these turns, which some templates for images take as lists of parts."""
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    prompts = []
+    for each in (turns, parts):
+        try:
+            prompts.append(tokenizer.apply_chat_template(each, tools=tools, tokenize=False, add_generation_prompt=True))
+        except jinja2.UndefinedError:
+            continue
+    return next(prompt for prompt in prompts if turns[-1]["content"] in prompt)
+
+
 WORDS = [" lead", "trail ", "\nnew", "two\n\nlines", "émile", 'a<b>&"q"', "{}", "'s"]
 SCHEMAS = [
     {"type": "string"},
@@ -160,10 +200,10 @@ def test_random_chats_have_the_text_of_the_own_template_where_that_trains_them(s
     for seed in range(12):
         turns, tools = random_chat(seed)
         try:
-            text = own.decode(encode_chat(own, turns, "row", tools)[0])
+            text = own.decode(encode_chat(own, turns, "row", tools)[0].ids)
         except UsageError:
             continue
-        ours = family.decode(encode_chat(family, turns, "row", tools)[0])
+        ours = family.decode(encode_chat(family, turns, "row", tools)[0].ids)
         assert DATE.sub("DATE", ours) == DATE.sub("DATE", text)
         compared += 1
     assert compared > 0 or FAMILIES[stock] == "deepseek_r1"  # refused: no turn begins as its prompt does

@@ -190,7 +190,6 @@ GENERATION = [
     "{%- generation -%}{{ m.content }}<|endoftext|>{%- endgeneration -%}",
     "\n  {% generation %}\n{% set words = m.content %}{{ words }}\n  {% endgeneration %}\n",
     "{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>",
-    " de{% generation %}f{{ m.content }}{% endgeneration %}",  # one token has characters of both
 ]
 
 
@@ -203,19 +202,23 @@ def test_turns_that_a_template_marks_are_those_of_transformers(tokenizer, genera
         + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     chat = [*CHAT, {"role": "assistant", "content": "für 🙂 \ue004 "}]  # and an icon of a font
-    ids, labels, sizes = encode_chat(tokenizer, chat, "row 3", None)
+    [(ids, labels, sizes)] = encode_chat(tokenizer, chat, "row 3", None)
     expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert ids == expected["input_ids"]
     assert [label != IGNORED for label in labels] == [bool(target) for target in expected["assistant_masks"]]
     assert sizes.sum() == len(tokenizer.apply_chat_template(chat, tokenize=False).encode())
 
 
-def test_token_with_characters_of_the_header_is_no_target(tokenizer):
-    """At inference it is a part of the prompt, in other tokens, so no label would be right."""
+def test_header_and_words_are_tokens_apart(tokenizer):
+    """As at inference, where the header is the prompt. The mutant tokenizes both together: one token has parts of both."""
     tokenizer.chat_template = LOOP + "{{ m.role }}: de{{ m.content }}</s>{% endfor %}"
-    ids, labels, _ = encode_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "f(x)"}], "row 3", None)
-    assert " def" in [tokenizer.decode([token]) for token in ids]
-    assert tokenizer.decode([label for label in labels if label != IGNORED]) == "(x)</s>"
+    chat = [CHAT[0], {"role": "assistant", "content": "f(x)"}]
+    [(ids, labels, sizes)] = encode_chat(tokenizer, chat, "row 3", None)
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    prompt = tokenizer(text[: text.rindex("f(x)")])["input_ids"]
+    assert tokenizer(text)["input_ids"][: len(prompt)] != prompt == ids[: len(prompt)]
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == "f(x)</s>"
+    assert sizes.sum() == len(text.encode())
 
 
 # ---- turns that are not trained on -----------------------------------------------------------------------------------
@@ -405,7 +408,7 @@ def test_tokenizer_with_several_templates(tokenizer):
     tools = [{"type": "function", "function": {"name": "f"}}]
     with_tools = MARKS.replace("{%", "{{ tools | tojson }}{%", 1)
     tokenizer.chat_template = {"default": kit.CHATML, "tool_use": with_tools}
-    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given) for given in (None, tools))
+    plain, more = (encode_chat(tokenizer, CHAT, "row 3", given)[0] for given in (None, tools))
     assert len(plain[0]) < len(more[0])
     targets = [tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in (plain, more)]
     assert targets == ["hello<|endoftext|>\n" * 2, "hello" * 2]  # as each template says

@@ -61,7 +61,7 @@ def tokenizer_with(folder, template):
 
 def targets(tokenizer, chat_format: ChatFormat, chat=CHAT, variables=None) -> tuple[str, list[str]]:
     """Return (text, the targets of each turn) of a chat."""
-    ids, labels, _ = encode_chat(tokenizer, chat, "row 3", None, chat_format=chat_format, variables=variables)
+    [(ids, labels, _)] = encode_chat(tokenizer, chat, "row 3", None, chat_format=chat_format, variables=variables)
     parts = re.split(
         r"(?:\x00)+", "".join("\x00" if label == IGNORED else tokenizer.decode([label]) for label in labels)
     )
@@ -167,33 +167,25 @@ def test_options_of_chats_need_a_tokenizer():
     assert make_chat_format(None, ChatOptions()) == ChatFormat()
 
 
-@pytest.mark.parametrize("adds_block", [False, True])
-def test_key_of_prepared_data_has_each_setting(folder, adds_block):
-    """That of rows as earlier versions made them is the template alone. The mutants forget one setting."""
+def test_key_of_prepared_data_has_each_setting(folder):
+    """At the defaults it is the template alone. The mutants forget one setting."""
     tokenizer = tokenizer_with(folder, STOCK)
-    plain = ChatFormat(adds_empty_reasoning=adds_block)
-    earlier = replace(plain, masks_empty_reasoning=not adds_block)
-    assert earlier.settings(tokenizer) == (STOCK,)
+    plain = ChatFormat()
+    assert plain.settings(tokenizer) == (STOCK,)
     others = [
         {"template": TEXTS["qwen3"]},
         {"variables": {"enable_thinking": False}},
-        {"only_last_turn": True},
-        {"masks_empty_reasoning": False},
+        {"train_turns": "last"},
+        {"train_turns": "each"},
     ]
     assert len({repr(replace(plain, **other).settings(tokenizer)) for other in [{}, *others]}) == 5
-
-
-@pytest.mark.parametrize("own, adds_block", [(STOCK, True), (PLAIN, False), (TEXTS["llama3"], False), (None, False)])
-def test_whether_a_template_adds_empty_reasoning(folder, own, adds_block):
-    chosen = make_chat_format(tokenizer_with(folder, own), ChatOptions())
-    assert chosen.adds_empty_reasoning == adds_block
 
 
 def test_a_resumed_run_may_not_change_what_is_trained():
     kept = {
         name for name in vars(ChatOptions()) if not parsing.declared_options(ChatOptions)[name].may_change_on_resume
     }
-    assert kept == {"chat_template", "chat_template_kwargs", "train_turns", "empty_reasoning"}
+    assert kept == {"chat_template", "chat_template_kwargs", "train_turns"}
     tasks = [task for task in ("causal_lm", "distillation", "preference") if task in OPTIONS]
     assert all(issubclass(OPTIONS[task](), ChatOptions) for task in tasks)
 
@@ -201,61 +193,28 @@ def test_a_resumed_run_may_not_change_what_is_trained():
 # ---- what is a target ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [STOCK, "qwen3"])
-def test_empty_reasoning_is_no_target_unless_asked_for(folder, own):
-    """The mutant trains the block, so a thinking model learns not to think."""
-    tokenizer = tokenizer_with(folder, STOCK)
-    masked, trained = (
-        make_chat_format(
-            tokenizer, ChatOptions(empty_reasoning=which, training_template="own" if own == STOCK else own)
-        )
-        for which in ("masked", "trained")
-    )
-    chat = CHAT[:2] if own == STOCK else CHAT
-    words = ["hello<|im_end|>\n", "bye<|im_end|>\n"][: len(chat) // 2]
-    assert targets(tokenizer, masked, chat)[1] == words
-    assert targets(tokenizer, trained, chat)[1] == [EMPTY + each for each in words]
-    assert targets(tokenizer, masked, chat)[0] == targets(tokenizer, trained, chat)[0]
-    # A turn with reasoning is trained whole, and so is the word that looks like a block within an answer.
-    reasoned = [REASONED[0], REASONED[1] | {"content": f"hello {EMPTY}x"}]
-    assert targets(tokenizer, masked, reasoned)[1] == [f"<think>\nwhy hello\n</think>\n\nhello {EMPTY}x<|im_end|>\n"]
-
-
-def test_empty_block_that_only_the_row_writes_is_a_target(folder):
-    """Under a template that writes none, no prompt ends with it."""
-    tokenizer = tokenizer_with(folder, TEXTS["chatml"])
-    chat = [CHAT[0], CHAT[1] | {"content": f"{EMPTY}hello"}]
-    assert targets(tokenizer, make_chat_format(tokenizer, ChatOptions()), chat)[1] == [f"{EMPTY}hello<|im_end|>\n"]
-
-
-def test_empty_block_that_the_prompt_begins(folder):
-    """As DeepSeek R1 and Qwen 3 Thinking, whose prompts end with <think>."""
-    template = STOCK.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
-    tokenizer = tokenizer_with(folder, template)
-    own = ChatFormat()
-    assert targets(tokenizer, own, CHAT[:2])[1] == ["hello<|im_end|>\n"]
-    trained = replace(own, masks_empty_reasoning=False)
-    assert targets(tokenizer, trained, CHAT[:2])[1] == ["\n</think>\n\nhello<|im_end|>\n"]
-
-
 @pytest.mark.parametrize("name", [None, "qwen3"])
-def test_only_the_last_turn_is_trained_and_earlier_reasoning_is_left_out(folder, name):
-    """The text is that of the tokenizer's own template. The mutant keeps the reasoning under a template that trains it."""
+@pytest.mark.parametrize("which", ["last", "each"])
+def test_one_turn_a_sequence_has_the_history_of_inference(folder, name, which):
+    """Whatever template trains, the prompt is that of the tokenizer's own. The mutant has the history of `all`."""
     tokenizer = tokenizer_with(folder, STOCK)
-    chosen = make_chat_format(tokenizer, ChatOptions(chat_template=name, train_turns="last"))
+    chosen = make_chat_format(tokenizer, ChatOptions(chat_template=name, train_turns=which))
     assert chosen.template == (TEXTS["qwen3"] if name else None)
-    assert "only the last one" in chosen.choice
-    in_content = [REASONED[0], CHAT[1] | {"content": "<think>\nwhy hello\n</think>\n\nhello"}, *REASONED[2:]]
-    for chat in (REASONED, in_content if name else REASONED):
-        text, spoken = targets(tokenizer, chosen, chat)
-        assert spoken == ["<think>\nwhy bye\n</think>\n\nbye<|im_end|>\n"]
-        assert "why hello" not in text
-    assert "hello" in text
-    assert targets(tokenizer, make_chat_format(tokenizer, ChatOptions()), REASONED)[1][0].startswith(
-        "<think>\nwhy hello"
-    )
+    for chat in (CHAT, REASONED):
+        sequences = encode_chat(tokenizer, chat, "row 3", None, chat_format=chosen)
+        answers = [1, 3] if which == "each" else [3]
+        assert len(sequences) == len(answers)
+        for i, (ids, labels, _) in zip(answers, sequences, strict=True):
+            prompt = tokenizer.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)
+            first = next(k for k, label in enumerate(labels) if label != IGNORED)
+            assert ids[:first] == tokenizer(prompt)["input_ids"]
+            reasoning = chat[i].get("reasoning_content", "")
+            words = f"<think>\n{reasoning}\n</think>\n\n{chat[i]['content']}<|im_end|>\n"
+            assert tokenizer.decode(labels[first:]) == words
+    mutant = make_chat_format(tokenizer, ChatOptions())
+    assert "why hello" in targets(tokenizer, mutant, REASONED)[0]
     # A turn that a row excludes stays excluded, and so is a chat without the assistant.
-    assert targets(tokenizer, chosen, [*REASONED[:3], REASONED[3] | {"train": False}])[1] == []
+    assert targets(tokenizer, chosen, [*REASONED[:3], REASONED[3] | {"train": False}])[1][1:] == []
     assert targets(tokenizer, chosen, CHAT[:1])[1] == []
 
 

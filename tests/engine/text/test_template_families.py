@@ -1,13 +1,9 @@
 """Templates that ship: exact targets of each family, turns that stay the same, and how a tokenizer finds its family."""
 
-import re
-
 import pytest
 
 from engine.config.errors import UsageError
-from engine.text.chat import encode_chat, render_chat
-from engine.text.chat_options import ChatFormat
-from engine.text.chat_turns import read_chat
+from engine.text.chat import encode_chat
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
 from tests.helpers import chat_oracle as oracle
 from tests.helpers.chat_oracle import ROWS, Wrong, check_targets, tokenizer_of
@@ -59,16 +55,14 @@ def test_targets_are_what_the_assistant_says_and_its_end(family):
             assert str(refused.value).startswith("a.jsonl, line 7: ")
             assert "\n" not in str(refused.value)
         else:
-            check_targets(tokenizer, row, tools, oracle.FAMILY_MARKS[family])
+            check_targets(tokenizer, row, tools, oracle.FAMILY_MARKS[family], oracle.variables_of(family, name))
 
 
 BEGIN = "{%- generation %}\n"
 END = "{%- endgeneration %}\n"
-HEADER = "        {{- '<|im_start|>assistant\\n' }}\n"
 LAST = "            {{- '<|im_end|>\\n' }}\n"
 RESULT = "{{- '\\n<tool_response>\\n' ~ message.content"
 MUTANTS = {  # what each does to the template of Qwen 3, and the row that shows it
-    "the header is a target": ([(HEADER + "        {%- set", "        {%- set"), (BEGIN, BEGIN + HEADER)], "one turn"),
     "the end is no target": ([(LAST + "        " + END, "        " + END + LAST)], "several turns"),
     "no reasoning in earlier turns": (
         [("'<think>\\n' + reasoning", "'<think>\\n' + (reasoning if loop.last else '')")],
@@ -122,7 +116,7 @@ def test_a_turn_that_is_not_trained_has_no_target(family):
     row, tools = ROWS["several turns"]
     row = [row[0], row[1] | {"train": False}, *row[2:]]
     tokenizer = tokenizer_of(TEMPLATES[family])
-    _, labels, _ = encode_chat(tokenizer, row, "row", tools)
+    [(_, labels, _)] = encode_chat(tokenizer, row, "row", tools)
     targets = tokenizer.decode([label for label in labels if label >= 0])
     assert "watwo stayed." in targets
     assert "waone" not in targets
@@ -139,51 +133,6 @@ def test_arguments_that_are_json_text_are_not_quoted_again(family):
             encode_chat(tokenizer, row, "row", tools)
     else:
         check_targets(tokenizer, row, tools, oracle.FAMILY_MARKS[family])
-
-
-EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
-WITH_EMPTY_BLOCK = ("deepseek_r1", "glm4_5", "nemotron_3", "nemotron_3_ultra", "qwen3", "qwen3_5", "qwen3_6")
-
-
-@pytest.mark.parametrize("family", [*WITH_EMPTY_BLOCK, "qwen3_thinking"])
-def test_an_empty_block_begins_what_is_marked(family):
-    """So that it can be cut there, if it is to be no target."""
-    row, tools = ROWS["several turns"]
-    template = TEMPLATES[family]
-    text, spans = render_chat(tokenizer_of(template), read_chat(row, tools), template)
-    assert len(spans) == 2
-    for span, words in zip(spans, ("It went waone home.", "watwo stayed."), strict=True):
-        block = EMPTY_BLOCK.match(text, span.begin)
-        assert text.startswith(words, block.end())
-
-
-@pytest.mark.parametrize("family", [*WITH_EMPTY_BLOCK, "qwen3_thinking"])
-def test_an_empty_block_is_no_target(family):
-    row, tools = ROWS["several turns"]
-    tokenizer = tokenizer_of(TEMPLATES[family])
-    for masks in (True, False):
-        chosen = ChatFormat(masks_empty_reasoning=masks)
-        labels = encode_chat(tokenizer, row, "row", tools, chat_format=chosen)[1]
-        targets = tokenizer.decode([label for label in labels if label >= 0])
-        assert ("</think>" in targets) != masks
-        assert "It went waone home." in targets
-
-
-def test_gpt_oss_does_not_unlearn_to_think():
-    """A turn without reasoning trains the header of its channel `final` only if `empty_reasoning` is `trained`."""
-    tokenizer, final = tokenizer_of(TEMPLATES["gpt_oss"]), "<|channel|>final<|message|>"
-    row, tools = ROWS["several turns"]
-    reasoned = [row[0], row[1] | {"reasoning_content": "x"}, *row[2:]]
-    words = [f"{row[1]['content']}<|end|>", f"{row[3]['content']}<|return|>"]
-
-    def targets(chat, masks):
-        labels = encode_chat(tokenizer, chat, "row", tools, chat_format=ChatFormat(masks_empty_reasoning=masks))[1]
-        return tokenizer.decode([label for label in labels if label >= 0])
-
-    assert targets(row, True) == words[0] + words[1]
-    assert targets(row, False) == final + words[0] + final + words[1]
-    whole = f"<|channel|>analysis<|message|>x<|end|><|start|>assistant{final}"
-    assert targets(reasoned, True) == whole + words[0] + words[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_r1", "glm4_5", "qwen3", "qwen3_5", "qwen3_6", "qwen3_thinking"])
@@ -297,7 +246,7 @@ def test_family_writes_and_trains_what_the_own_template_does_where_that_can_be_t
 
 def labelled_text(tokenizer, row, tools) -> tuple[str, str]:
     """Return the text of a row and its targets, without dates."""
-    ids, labels, _ = encode_chat(tokenizer, row, "row", tools)
+    [(ids, labels, _)] = encode_chat(tokenizer, row, "row", tools)
     return DATE.sub("DATE", tokenizer.decode(ids)), tokenizer.decode([label for label in labels if label >= 0])
 
 

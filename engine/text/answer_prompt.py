@@ -1,0 +1,137 @@
+"""The prompt that an assistant answers, rendered as inference does: for rows, evaluation, samples, chat and predict.
+
+Tests: tests/engine/text/test_answer_prompt.py.
+"""
+
+import functools
+import json
+import re
+from typing import Any
+
+from engine.text.chat_spans import Span
+from engine.text.chat_texts import Render, choose_render
+from engine.text.chat_turns import CALLS, REASONING, Chat
+from engine.text.template_variables import THINKING, variables_of
+
+SWITCH = re.compile(r"""['"](/\w+)['"]""")  # what a template may look for in a text, such as '/no_think'
+CLOSED_REASONING = re.compile(r"</think>\s*$|\[/THINK\]\s*$|<channel\|>\s*$")
+QUESTION = [{"role": "user", "content": "x"}]
+
+
+def renderer(tokenizer: Any, chat: Chat, template: str | None, variables: dict[str, Any]) -> Render:
+    """Return a function that renders turns of a chat with a template; None: the tokenizer's own, which final/ has."""
+    apply = functools.partial(
+        tokenizer.apply_chat_template, tokenize=False, tools=chat.tools, chat_template=template, **variables
+    )
+    return choose_render(apply, chat)
+
+
+def answer_prompt(tokenizer: Any, chat: Chat, variables: dict[str, Any]) -> str:
+    """Return the text after which the assistant answers a chat."""
+    return renderer(tokenizer, chat, None, variables)(chat.turns, add_generation_prompt=True)
+
+
+def written_by_prompt(render: Render, turns: list[dict]) -> str:
+    """Return what the generation prompt adds after these turns: the beginning of an answer."""
+    turns = turns or QUESTION  # a template cannot render an empty chat
+    plain = render(turns, add_generation_prompt=False)
+    prompt = render(turns, add_generation_prompt=True)
+    both = zip(plain, prompt, strict=False)
+    length = next((i for i, (one, other) in enumerate(both) if one != other), min(len(plain), len(prompt)))
+    return prompt[length:]
+
+
+class AnswerPrompts:
+    """The prompts of a chat's answers, by the tokenizer's own template, which final/ has.
+
+    `template`: writes the chat in training; the same one, or one that trains every turn."""
+
+    def __init__(self, tokenizer: Any, chat: Chat, template: str, variables: dict[str, Any]):
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.variables = variables
+        self.own = tokenizer.get_chat_template(tools=chat.tools)
+        self.render_row = renderer(tokenizer, chat, template, variables)
+        self.render = self.render_row if template == self.own else renderer(tokenizer, chat, self.own, variables)
+        self._switches = SWITCH.findall(self.own)
+        self._beginnings: dict[tuple, str] = {}
+
+    def prompt(self, i: int) -> str:
+        """Return the text after which turn `i` is the answer."""
+        return self.render(self.chat.turns[:i] or QUESTION, add_generation_prompt=True)
+
+    def beginning(self, i: int) -> str:
+        """Return the beginning of turn `i` that its prompt has already written.
+
+        Of a long chat few are rendered: a prompt depends on what the template looks for in texts, and on the turn before."""
+        before = self.chat.turns[:i]
+        last = before[-1] if before else {}
+        texts = [str(turn["content"]) for turn in before]
+        found = (any(switch in text for text in texts) for switch in self._switches)
+        key = (last.get("role"), *(bool(last.get(name)) for name in CALLS), *found)
+        if key not in self._beginnings:
+            try:
+                self._beginnings[key] = written_by_prompt(self.render, before)
+            except Exception:  # the own template refuses the chat, so inference cannot render it, either
+                self._beginnings[key] = written_by_prompt(self.render_row, before)
+        return self._beginnings[key]
+
+    def skips_reasoning(self, i: int) -> bool:
+        """Return whether turn `i` has no reasoning, though a model can reason after its prompt."""
+        turn = self.chat.turns[i]
+        if any(turn.get(name) for name in REASONING) or "</think>" in str(turn["content"]):
+            return False
+        is_closed = CLOSED_REASONING.search(self.beginning(i))
+        return not is_closed and asks_for_reasoning(self.tokenizer, self.own, json.dumps(self.variables))
+
+    def spans_after_prompts(self, text: str, spans: list[Span]) -> list[Span]:
+        """Return the spans of turns less what their prompts have written, without earlier turns that begin otherwise.
+
+        Raise ValueError if the last one does. `spans`: marked by the template."""
+        kept = []
+        end_before = 0
+        for span in spans:
+            after = span
+            if span.turn >= 0:
+                beginning = self.beginning(span.turn)
+                start = text.rfind(beginning, end_before, span.begin + len(beginning))
+                if start >= 0:
+                    after = span._replace(begin=max(span.begin, start + len(beginning)))
+                elif span is spans[-1]:
+                    self._refuse(span.turn, beginning)
+                else:
+                    after = None
+            end_before = span.end
+            if after is not None:
+                kept.append(after)
+        return kept
+
+    def _refuse(self, i: int, beginning: str) -> None:
+        switches = sorted(variables_of(self.tokenizer, self.own) & THINKING)
+        if CLOSED_REASONING.search(beginning) and switches:
+            fix = f"remove its reasoning, or give chat_template_kwargs {{{switches[0]}: true}}, of the run or the row"
+        else:
+            fix = "give --chat_template NAME or FILE with a template whose prompt is what stands before its words"
+        raise ValueError(f"turn {i} of the assistant does not begin as its prompt ends, {beginning!r}: {fix}")
+
+
+@functools.lru_cache
+def asks_for_reasoning(tokenizer: Any, template: str, variables: str) -> bool:
+    """Return whether the prompt of a template lets a model reason that can do without. `variables`: as JSON."""
+    names = variables_of(tokenizer, template)
+    if "reasoning_effort" in names:
+        return True
+    values = json.loads(variables)
+    switches = names & THINKING
+
+    def prompt(**others: Any) -> str:
+        render = renderer(tokenizer, Chat(QUESTION, [False], None), template, values | others)
+        return render(QUESTION, add_generation_prompt=True)
+
+    try:
+        opens = prompt()
+        return opens.rstrip().endswith(("<think>", "[THINK]")) or any(
+            prompt(**{name: False}) != opens for name in switches
+        )
+    except Exception:  # a template may want tools, or a turn of the system
+        return False

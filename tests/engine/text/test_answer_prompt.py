@@ -1,0 +1,221 @@
+"""The prompt of inference is what stands before each target, in the same tokens: all templates, settings and kinds of rows.
+
+The table of docs/data.md is made by this file."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config.errors import UsageError, kept_warnings
+from engine.models.prompts import read_prompt
+from engine.text import chat, chat_options
+from engine.text.template_families import family_files
+from engine.text.template_variables import split_defaults, variables_of, with_defaults
+from engine.text.tokenize_and_pack import IGNORED
+from tests.helpers.chat_oracle import ROWS, tokenizer_of
+
+TEMPLATES = {name: file.read_text(encoding="utf-8") for name, file in family_files().items()}
+SETTINGS = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+QUESTION = {"role": "user", "content": "Q"}
+ANSWER = {"role": "assistant", "content": "A"}
+REASONED = ANSWER | {"reasoning_content": "R"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setattr(chat, "warn_once", lambda message: None)
+
+
+def settings_of(family: str) -> list[dict]:
+    """Return the variables that a template reads, with which its prompt differs from that without any."""
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    found, prompts = [], []
+    for setting in SETTINGS:
+        prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **setting)
+        if set(setting) <= variables_of(tokenizer, tokenizer.chat_template) and prompt not in prompts:
+            found.append(setting)
+            prompts.append(prompt)
+    return found
+
+
+def encode(family: str, turns, tools, setting: dict, which: str = "all", two_breaks: bool = True) -> list:
+    chosen = chat_options.ChatFormat(variables=setting, train_turns=which)
+    return chat.encode_chat(tokenizer_of(TEMPLATES[family], two_breaks), turns, "row", tools, chat_format=chosen)
+
+
+# ---- the table of docs/data.md ---------------------------------------------------------------------------------------
+
+
+def table() -> list[str]:
+    lines = ["| template | variables | the prompt ends with | target of `A` | target of `A` with reasoning `R` |"]
+    lines.append("|---|---|---|---|---|")
+    for family in sorted(TEMPLATES):
+        for setting in settings_of(family):
+            tokenizer = tokenizer_of(TEMPLATES[family])
+            prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **setting)
+            cells = [code(prompt.rpartition("Q")[2]), *(target(family, setting, turn) for turn in (ANSWER, REASONED))]
+            variables = ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
+            lines.append("| " + " | ".join([f"`{family}`", f"`{variables}`" if variables else "", *cells]) + " |")
+    return lines
+
+
+def target(family: str, setting: dict, turn: dict) -> str:
+    try:
+        [(_, labels, _)] = encode(family, [QUESTION, turn], None, setting)
+    except UsageError as error:
+        return "refused: no place for it" if "does not write" in str(error) else "refused: the prompt closes it"
+    return code(tokenizer_of(TEMPLATES[family], True).decode([label for label in labels if label != IGNORED]))
+
+
+def code(text: str) -> str:
+    return "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
+
+
+def test_the_table_of_the_page_is_true():
+    page = Path("docs/data.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in page, "\n".join(table())
+
+
+# ---- all kinds of rows -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["all", "last", "each"])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_targets_follow_the_prompt_of_inference_in_its_tokens(family, which):
+    """Mutants: joint tokens; marks as they are; the history of `all`. Chats, samples and predict have this prompt."""
+    tokenizer = tokenizer_of(TEMPLATES[family], True)
+    encoded = 0
+    for turns, tools in ROWS.values():
+        for setting in settings_of(family):
+            try:
+                sequences = encode(family, turns, tools, setting, which)
+            except UsageError:
+                continue  # in the table
+            answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+            found = [begin for ids, labels, _ in sequences for begin in prompts_of(ids, labels)]
+            assert len(found) == (1 if which == "last" else len(answers))
+            for i, ids in zip(answers[-len(found) :], found, strict=True):
+                before = [turn for turn in turns[:i] if turn.get("content") or turn.get("tool_calls")]
+                prompt = tokenizer.apply_chat_template(
+                    before, tools=tools, tokenize=False, add_generation_prompt=True, **setting
+                )
+                assert tokenizer.decode(ids) == prompt
+                assert ids == tokenizer(prompt, add_special_tokens=False)["input_ids"] or which == "all"
+                if i == answers[0] and before[-1]["role"] == "user":
+                    assert ids == read_prompt(tokenizer, before, "here", tools, **setting).ids
+                encoded += 1
+    assert encoded
+
+
+def prompts_of(ids: list[int], labels: list[int]) -> list[list[int]]:
+    """Return what stands before each run of targets."""
+    return [ids[:k] for k in range(1, len(ids)) if labels[k] != IGNORED and labels[k - 1] == IGNORED]
+
+
+def test_one_token_would_hold_parts_of_prompt_and_target():
+    """Of Qwen 3 Thinking: <think>, a line break; another one, </think>. The mutant has one token for both."""
+    [(ids, labels, _)] = encode("qwen3_thinking", [QUESTION, ANSWER], None, {})
+    tokenizer = tokenizer_of(TEMPLATES["qwen3_thinking"], True)
+    joint = tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+    assert len(joint) == len(ids) - 1
+    first = next(k for k, label in enumerate(labels) if label != IGNORED)
+    assert tokenizer.decode(ids[:first]).endswith("<think>\n")
+
+
+def test_long_chats_render_few_prompts(monkeypatch):
+    """The mutant renders one for each turn, whose time grows with the square of the turns."""
+    rendered = []
+    tokenizer = tokenizer_of(TEMPLATES["qwen3"])
+    apply = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *args, **kw: rendered.append(1) or apply(*args, **kw))
+    counts = []
+    for turns in (4, 4, 80):  # what is cached is not rendered again
+        rendered.clear()
+        chat.encode_chat(tokenizer, [QUESTION, ANSWER] * turns, "row", None)
+        counts.append(len(rendered))
+    assert counts[1] == counts[2] < 10
+
+
+# ---- turns that begin otherwise, and that do not reason --------------------------------------------------------------
+
+
+def counted(tokenizer, turns, **format) -> tuple[list[str], dict[str, int]]:
+    chosen = chat_options.ChatFormat(**format)
+    with kept_warnings() as warnings:
+        sequences = chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chosen)
+    texts = [tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in sequences]
+    return texts, {kind: number for kind, (_, number) in warnings.items()}
+
+
+def test_earlier_turns_that_begin_otherwise_than_their_prompt_are_counted():
+    """As in templates that leave reasoning out of the history; `each` trains them. The mutant trains their words anyway."""
+    opens = TEMPLATES["qwen3_thinking"].replace(
+        "{{- '<think>\\n' }}\n        {%- generation", "{{- '<think>\\n' if loop.last }}\n        {%- generation"
+    )
+    tokenizer = tokenizer_of(opens)
+    turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    texts, counts = counted(tokenizer, turns)
+    target = "\n</think>\n\nA<|im_end|>\n"
+    assert texts == [target]
+    assert sorted(counts.values()) == [1, 1]
+    assert any("train_turns each" in kind for kind in counts)
+    assert counted(tokenizer, turns, train_turns="each")[0] == [target, target]
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "count"),
+    [
+        ("qwen3", {}, 1),
+        ("qwen3", {"enable_thinking": False}, 0),
+        ("qwen3_thinking", {}, 1),
+        ("smollm3", {}, 1),
+        ("gpt_oss", {}, 1),
+        ("llama3", {}, 0),
+        ("deepseek_v3_1", {}, 0),
+        ("gemma4", {}, 0),
+        ("gemma4", {"enable_thinking": True}, 1),
+    ],
+)
+def test_answers_without_reasoning_are_counted_where_the_model_may_reason(family, setting, count):
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    assert sum(counted(tokenizer, [QUESTION, ANSWER], variables=setting)[1].values()) == count
+    if count:
+        assert counted(tokenizer, [QUESTION, REASONED], variables=setting)[1] == {}
+
+
+def test_smollm3_reasons_where_the_system_says_so():
+    tokenizer = tokenizer_of(TEMPLATES["smollm3"])
+    for mode, count in (("/think", 1), ("/no_think", 0)):
+        assert sum(counted(tokenizer, [{"role": "system", "content": mode}, QUESTION, ANSWER])[1].values()) == count
+
+
+# ---- the template of final/ ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_5", "smollm3", "deepseek_v3_1", "gemma4"])
+def test_variables_of_the_run_are_defaults_of_the_saved_template(family):
+    """A server that gives none prompts as the run did, and may give others. A run from final/ finds both again."""
+    tokenizer = tokenizer_of(TEMPLATES[family])
+    for values in ({"enable_thinking": False}, {"enable_thinking": True}):
+        saved = with_defaults(TEMPLATES[family], values)
+        assert split_defaults(saved) == (TEMPLATES[family], values)
+        for given in ({}, {"enable_thinking": not values["enable_thinking"]}):
+            served, trained = (
+                tokenizer.apply_chat_template(
+                    [QUESTION], tokenize=False, add_generation_prompt=True, chat_template=template, **variables
+                )
+                for template, variables in ((saved, given), (TEMPLATES[family], values | given))
+            )
+            assert served == trained
+
+
+def test_a_run_from_a_saved_template_keeps_its_defaults():
+    first = copy.deepcopy(tokenizer_of(TEMPLATES["qwen3"]))
+    options = chat_options.ChatOptions(chat_template_kwargs={"enable_thinking": False})
+    chosen = chat_options.make_chat_format(first, options)
+    assert chosen.prompt == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    again = chat_options.make_chat_format(first, chat_options.ChatOptions())
+    assert again == chosen
+    assert first.chat_template == with_defaults(TEMPLATES["qwen3"], {"enable_thinking": False})
