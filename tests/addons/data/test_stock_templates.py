@@ -141,7 +141,7 @@ def prompt_of(tokenizer, turns: list[dict], tools) -> str:
     for each in (turns, parts):
         try:
             prompts.append(tokenizer.apply_chat_template(each, tools=tools, tokenize=False, add_generation_prompt=True))
-        except jinja2.UndefinedError:
+        except (jinja2.UndefinedError, TypeError):
             continue
     return next(prompt for prompt in prompts if turns[-1]["content"] in prompt)
 
