@@ -3,6 +3,7 @@
 Tests: tests/engine/text/test_answer_prompt.py.
 """
 
+import datetime
 import functools
 import json
 import re
@@ -15,7 +16,17 @@ from engine.text.template_variables import THINKING, variables_of
 
 SWITCH = re.compile(r"""['"](/\w+)['"]""")  # what a template may look for in a text, such as '/no_think'
 CLOSED_REASONING = re.compile(r"</think>\s*$|\[/THINK\]\s*$|<channel\|>\s*$")
+DAY = datetime.date(2025, 8, 5)
+DATE = re.compile(r"\b(\d{1,2} [^\W\d]+ \d{4}|\d{4}-\d{2}-\d{2})\b")
 QUESTION = [{"role": "user", "content": "x"}]
+
+
+def with_fixed_date(template: str) -> str:
+    """Return a template in which today is always the same day, so that rows do not depend on when they are prepared."""
+    if "strftime_now" not in template:
+        return template
+    parts = "".join(f" | replace('%{letter}', '{DAY.strftime('%' + letter)}')" for letter in "aAbBdejmpyY")
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{parts} }}}}{{%- endmacro -%}}\n{template}"
 
 
 def renderer(tokenizer: Any, chat: Chat, template: str | None, variables: dict[str, Any]) -> Render:
@@ -50,7 +61,7 @@ class AnswerPrompts:
         self.tokenizer = tokenizer
         self.chat = chat
         self.variables = variables
-        self.own = tokenizer.get_chat_template(tools=chat.tools)
+        self.own = with_fixed_date(tokenizer.get_chat_template(tools=chat.tools))
         self.render_row = renderer(tokenizer, chat, template, variables)
         self.render = self.render_row if template == self.own else renderer(tokenizer, chat, self.own, variables)
         self._switches = SWITCH.findall(self.own)
@@ -84,27 +95,32 @@ class AnswerPrompts:
         is_closed = CLOSED_REASONING.search(self.beginning(i))
         return not is_closed and asks_for_reasoning(self.tokenizer, self.own, json.dumps(self.variables))
 
-    def spans_after_prompts(self, text: str, spans: list[Span]) -> list[Span]:
-        """Return the spans of turns less what their prompts have written, without earlier turns that begin otherwise.
+    def follow(self, text: str, spans: list[Span]) -> bool:
+        """Return whether the last target stands in the text after its prompt of inference, but for dates."""
+        if not spans or spans[-1].turn < 0:
+            return True
+        try:
+            prompt = self.prompt(spans[-1].turn)
+        except Exception:  # the own template refuses the chat, so inference cannot render it, either
+            return True
+        return text.startswith(prompt) or DATE.sub("", text).startswith(DATE.sub("", prompt))
 
-        Raise ValueError if the last one does. `spans`: marked by the template."""
-        kept = []
+    def spans_after_prompts(self, text: str, spans: list[Span]) -> list[Span]:
+        """Return the spans of turns, marked by the template, less what their prompts have written.
+
+        Raise ValueError if a turn begins otherwise."""
+        after = []
         end_before = 0
         for span in spans:
-            after = span
-            if span.turn >= 0:
-                beginning = self.beginning(span.turn)
-                start = text.rfind(beginning, end_before, span.begin + len(beginning))
-                if start >= 0:
-                    after = span._replace(begin=max(span.begin, start + len(beginning)))
-                elif span is spans[-1]:
-                    self._refuse(span.turn, beginning)
-                else:
-                    after = None
+            if span.turn < 0:  # the template alone knows which turns it marks
+                return spans
+            beginning = self.beginning(span.turn)
+            start = text.rfind(beginning, end_before, span.begin + len(beginning))
+            if start < 0:
+                self._refuse(span.turn, beginning)
+            after.append(span._replace(begin=max(span.begin, start + len(beginning))))
             end_before = span.end
-            if after is not None:
-                kept.append(after)
-        return kept
+        return after
 
     def _refuse(self, i: int, beginning: str) -> None:
         switches = sorted(variables_of(self.tokenizer, self.own) & THINKING)

@@ -5,13 +5,14 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 
 import functools
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.config.errors import UsageError, count_rows, errors_of, warn_once
-from engine.text.answer_prompt import AnswerPrompts
+from engine.text.answer_prompt import AnswerPrompts, with_fixed_date
 from engine.text.chat_options import ChatFormat
 from engine.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
 from engine.text.chat_texts import Render, check_parts, find_texts
@@ -30,10 +31,6 @@ from engine.text.tokenize_and_pack import (
     warn_of_special_tokens,
 )
 
-NOT_TRAINED = (
-    "earlier answers are not trained on, since the chat template writes them otherwise than their prompt begins: give "
-    "--train_turns each"
-)
 NOT_REASONED = (
     "answers have no reasoning, and after their prompt the chat template lets the model reason: it learns to answer at "
     "once; to keep its reasoning, give rows with it, or the prompt without: chat_template_kwargs, such as "
@@ -63,8 +60,7 @@ def encode_chat(
     variables: Any = None,
     columns: str = "`messages`",
 ) -> list[Sequence]:
-    """Return the sequences of a chat, of which the assistant's turns are the targets: one, or with `train_turns: each`
-    one for each turn.
+    """Return the sequences of a chat, whose targets are turns of the assistant, each after its prompt of inference.
 
     `tools`: what the row says about the functions that the assistant may call; None: nothing. `variables`: what the row
     says about variables of the template. `columns`: where the row has the chat, for errors."""
@@ -76,20 +72,20 @@ def encode_chat(
     with errors_of(location, f"{columns} could not be rendered"):
         chat = read_chat(messages, tools, structs)
         # A tokenizer may have one more template for rows with tools.
-        template = chat_format.template or tokenizer.get_chat_template(tools=chat.tools)
+        template = with_fixed_date(chat_format.template or tokenizer.get_chat_template(tools=chat.tools))
         values = chat_format.variables | read_variables(variables, tokenizer, template)
         contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be
         contents = [REASONING_IN_CONTENT.sub("", text) for text in contents if isinstance(text, str)]
         warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
         sequences = []
-        for part in _parts(chat, chat_format.train_turns):
-            prompts = AnswerPrompts(tokenizer, part, template, values)
-            text, spans = render_answers(prompts, template, chat_format.train_turns != "all")
+        for part, text, spans in _render_sequences(tokenizer, chat, template, values, chat_format):
             text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
-            _count_turns(prompts, spans, location)
+            for span in spans:
+                if span.turn >= 0 and part.skips_reasoning(span.turn):
+                    count_rows(NOT_REASONED, location)
             sequences.append(_encode_text(tokenizer, text, spans))
-            _warn_of_template(tokenizer, part, template, values, text, spans, sequences[-1].labels)
+            _warn_of_template(tokenizer, part.chat, template, text, spans, sequences[-1].labels)
     return sequences
 
 
@@ -137,29 +133,51 @@ def _checked_text(render: Render, chat: Chat) -> str:
 # ---- what of a chat is a sequence, and what of it a target -----------------------------------------------------------
 
 
-def _parts(chat: Chat, train_turns: str) -> list[Chat]:
-    """Return the chat, or with `train_turns` last or each its beginnings up to the last, or each, trained turn."""
-    answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-    if train_turns == "last":
-        answers = answers[-1:]
-    answers = [i for i in answers if chat.is_trained[i]]
-    if train_turns == "all":
-        return [chat]
+def _render_sequences(
+    tokenizer: Any, chat: Chat, template: str, values: dict[str, Any], chat_format: ChatFormat
+) -> list[tuple[AnswerPrompts, str, list[Span]]]:
+    """Return (prompts, text, spans of targets) of each sequence of a chat.
+
+    One sequence has all turns if the prompt of inference for the last one is what stands before it; else, as where
+    reasoning is left out of the history, each turn whose prompt does not continue the sequence before begins another."""
+    which = chat_format.train_turns
+    answers = [i for i, trained in enumerate(chat.is_trained) if trained]
+    if which == "last":
+        last = max((i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"), default=-1)
+        answers = [i for i in answers if i == last]
+    if which != "all" and answers:
+        return [_render_part(tokenizer, chat, i, template, values) for i in answers]
     if not answers:
-        return [Chat(chat.turns, [False] * len(chat.turns), chat.tools)]
-    return [Chat(chat.turns[: i + 1], [False] * i + [True], chat.tools) for i in answers]
+        chat = replace(chat, is_trained=[False] * len(chat.turns))
+    whole = AnswerPrompts(tokenizer, chat, template, values)
+    problem = None
+    try:
+        text, spans = render_answers(whole, template)
+        if chat_format.one_sequence or len(answers) < 2 or whole.follow(text, spans):
+            return [(whole, text, spans)]
+    except ValueError as error:
+        if chat_format.one_sequence or len(answers) < 2:
+            raise
+        problem = error
+    sequences: list[tuple[AnswerPrompts, str, list[Span]]] = []
+    for i in answers:
+        try:
+            prompts, text, spans = _render_part(tokenizer, chat, i, template, values)
+        except ValueError as error:
+            raise problem or error from None
+        if sequences and text.startswith(sequences[-1][1]):
+            spans = [*sequences.pop()[2], *spans]
+        sequences.append((prompts, text, spans))
+    return sequences
 
 
-def _count_turns(prompts: AnswerPrompts, spans: list[Span], location) -> None:
-    """Count turns that are not trained because their prompt begins otherwise, and those that learn not to reason."""
-    written = {span.turn for span in spans}
-    if -1 in written:  # the template alone knows which turns it marks
-        return
-    for i, is_trained in enumerate(prompts.chat.is_trained):
-        if is_trained and i not in written:
-            count_rows(NOT_TRAINED, location)
-        elif is_trained and prompts.skips_reasoning(i):
-            count_rows(NOT_REASONED, location)
+def _render_part(
+    tokenizer: Any, chat: Chat, i: int, template: str, values: dict[str, Any]
+) -> tuple[AnswerPrompts, str, list[Span]]:
+    """Return (prompts, text, spans) of the chat up to turn `i`, which alone is trained on, after its prompt of inference."""
+    part = Chat(chat.turns[: i + 1], [False] * i + [True], chat.tools)
+    prompts = AnswerPrompts(tokenizer, part, template, values)
+    return prompts, *render_answers(prompts, template, with_history_of_inference=True)
 
 
 def _encode_text(tokenizer: Any, text: str, spans: list[Span]) -> Sequence:
@@ -227,21 +245,10 @@ _leads = functools.lru_cache(find_leads)
 
 
 def _warn_of_template(
-    tokenizer: Any,
-    chat: Chat,
-    template: str,
-    variables: dict[str, Any],
-    text: str,
-    spans: list[Span],
-    labels: list[int],
+    tokenizer: Any, chat: Chat, template: str, text: str, spans: list[Span], labels: list[int]
 ) -> None:
-    """Warn, once each, if prepared rows would change with the date, keys of turns are ignored, or nothing ends a turn."""
+    """Warn, once each, if keys of turns are ignored, or nothing ends a turn."""
     warn_of_unread_keys(chat.turns, template)
-    if "strftime_now" in template and "date_string" not in variables:  # which templates read instead of the date
-        warn_once(
-            "the chat template writes the date, so rows that are prepared on another day differ, and a run does not resume "
-            "with them: keep cache_dir, or give --chat_template FILE with a fixed date"
-        )
     if any(_ends_with_its_words(chat.turns, text, span) for span in spans):
         warn_once(
             "the chat template writes nothing after the words of an assistant's turn that is trained on, so no target "

@@ -31,8 +31,8 @@ class ChatOptions:
         from_checkpoint=True,
     )
     train_turns: str = option(
-        "all: each turn of the assistant is a target; last: only its last one; each: a sequence for each of its turns. With "
-        "last and each, what stands before the turn is the prompt of inference",
+        "all: each turn of the assistant is a target, and begins another sequence only if its prompt at inference does not "
+        "continue the one before; each: always; last: only the last turn is a target",
         "all",
         choices=("all", "last", "each"),
     )
@@ -53,6 +53,7 @@ class ChatFormat:
     template: str | None = None  # stands in for the tokenizer's own one; None: that one
     variables: dict[str, Any] = field(default_factory=dict)
     train_turns: str = "all"
+    one_sequence: bool = False  # of each row, as for tasks that compare answers
     choice: str = ""  # which template, and why, for the plan
     prompt: str = ""  # what the generation prompt adds to a question, for the plan
 

@@ -107,7 +107,7 @@ class Encoder:
         return needed, self.encoded_columns
 
     def require_one_sequence(self) -> None:
-        """Raise UsageError if a row may become several sequences, which a task that compares answers cannot use."""
+        """Make one sequence of each row, for a task that compares answers. Raise UsageError if the run file wants several."""
         if self.chat_format.train_turns == "each":
             raise UsageError(
                 "train_turns: each makes several sequences of a row, but this task has one: give last or all"

@@ -60,10 +60,10 @@ def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     what = f"{choice.name}: {choice.reason}"
     if options.train_turns != "all":
         turns = "only the last one is trained" if options.train_turns == "last" else "each one is a sequence of its own"
-        what += f"; of the assistant's turns {turns}, after the prompt of inference"
+        what += f"; of the assistant's turns {turns}"
     prompt = _beginning_of_answer(tokenizer, variables)
     tokenizer.chat_template = with_defaults(tokenizer.chat_template, variables)
-    return ChatFormat(choice.text, variables, options.train_turns, what, prompt)
+    return ChatFormat(choice.text, variables, options.train_turns, choice=what, prompt=prompt)
 
 
 def _beginning_of_answer(tokenizer: Any, variables: dict[str, Any]) -> str:
@@ -130,8 +130,7 @@ def _choose_by_tokenizer(tokenizer: Any, one_turn: bool) -> Choice:
     trained_by_own = count_trained(tokenizer, None, wanted, one_turn)
     if trained_by_own == len(wanted):
         return Choice(OWN, None, f"the tokenizer's, which trains {trains}")
-    but = "" if one_turn else ", but for reasoning in earlier turns (train_turns each has the history of inference)"
-    reason = f"it trains {trains}, with its reasoning, and else writes what the tokenizer's own writes{but}; {KEPT}"
+    reason = f"it trains {trains}, with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
     family = family_of(tokenizer)
     if family is not None:
         text = family_files()[family].read_text(encoding="utf-8")

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.paths import REPOSITORY
-from engine.text.answer_prompt import AnswerPrompts, renderer
+from engine.text.answer_prompt import DATE, AnswerPrompts, renderer, with_fixed_date
 from engine.text.chat import render_answers
 from engine.text.chat_turns import Chat, read_chat
 
 FOLDER = REPOSITORY / "configs" / "chat_templates"
-DATE = re.compile(r"\b(\d{1,2} [^\W\d]+ \d{4}|\d{4}-\d{2}-\d{2})\b")
 EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 ESCAPED_QUOTE = "&#34;"  # jinja escapes where a template joins text with one that it calls safe
 MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # such as <|im_start|> and [INST]
@@ -128,7 +127,7 @@ def count_trained(
             chat = read_chat(probe.turns, probe.tools)
             if with_history_of_inference:
                 chat = replace(chat, is_trained=[False] * (len(chat.turns) - 1) + [True])
-            writes = template or tokenizer.get_chat_template(tools=probe.tools)
+            writes = with_fixed_date(template or tokenizer.get_chat_template(tools=probe.tools))
             spans = render_answers(AnswerPrompts(tokenizer, chat, writes, {}), writes, with_history_of_inference)[1]
         except Exception:  # whatever a template raises
             continue

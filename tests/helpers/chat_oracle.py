@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from engine.text.chat import encode_chat
+from engine.text.chat_options import ChatFormat
 from engine.text.tokenize_and_pack import IGNORED
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -97,7 +98,8 @@ def variables_of(family: str, row: str) -> dict:
 
 def check_targets(tokenizer, row: list[dict], tools, marks: Marks, variables: dict | None = None) -> str:
     """Encode a row, compare its targets with its words, and return its text. Raise Wrong if they differ."""
-    [(ids, labels, _)] = encode_chat(tokenizer, row, "row", tools, variables=variables)
+    one = ChatFormat(one_sequence=True)
+    [(ids, labels, _)] = encode_chat(tokenizer, row, "row", tools, chat_format=one, variables=variables)
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if encoded["input_ids"] != ids:

@@ -9,8 +9,9 @@ import jinja2
 import pytest
 
 from engine.config.errors import UsageError
+from engine.text.answer_prompt import with_fixed_date
 from engine.text.chat import encode_chat
-from engine.text.chat_options import ChatOptions, make_chat_format
+from engine.text.chat_options import ChatFormat, ChatOptions, make_chat_format
 from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
 from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import chat_oracle as oracle
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.cluster  # with the other extra packages
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates"
 STOCK = {file.stem: file for file in sorted(FOLDER.glob("*.jinja")) if not file.stem.endswith("_training")}
 
+ONE = ChatFormat(one_sequence=True)
 ASSISTANT = Marks("Assistant:", ("<end_of_utterance>",))
 COHERE = Marks("<|CHATBOT_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",))
 MUSE = Marks("<|start|>assistant", ("<|eot|>", "<|end|>"))
@@ -140,7 +142,9 @@ def prompt_of(tokenizer, turns: list[dict], tools) -> str:
     prompts = []
     for each in (turns, parts):
         try:
-            prompts.append(tokenizer.apply_chat_template(each, tools=tools, tokenize=False, add_generation_prompt=True))
+            template = with_fixed_date(tokenizer.get_chat_template(tools=tools))
+            options = {"chat_template": template, "add_generation_prompt": True}
+            prompts.append(tokenizer.apply_chat_template(each, tools=tools, tokenize=False, **options))
         except (jinja2.UndefinedError, TypeError):
             continue
     return next(prompt for prompt in prompts if turns[-1]["content"] in prompt)
@@ -200,10 +204,10 @@ def test_random_chats_have_the_text_of_the_own_template_where_that_trains_them(s
     for seed in range(12):
         turns, tools = random_chat(seed)
         try:
-            text = own.decode(encode_chat(own, turns, "row", tools)[0].ids)
+            text = own.decode(encode_chat(own, turns, "row", tools, chat_format=ONE)[0].ids)
         except UsageError:
             continue
-        ours = family.decode(encode_chat(family, turns, "row", tools)[0].ids)
+        ours = family.decode(encode_chat(family, turns, "row", tools, chat_format=ONE)[0].ids)
         assert DATE.sub("DATE", ours) == DATE.sub("DATE", text)
         compared += 1
     assert compared > 0 or FAMILIES[stock] == "deepseek_r1"  # refused: no turn begins as its prompt does
@@ -230,7 +234,7 @@ def test_chats_of_several_turns_train_under_nine_of_ten():
 
 def trains(template: str, row: list[dict], tools) -> bool:
     try:
-        encode_chat(tokenizer_of(template), row, "row", tools)
+        encode_chat(tokenizer_of(template), row, "row", tools, chat_format=ONE)
     except UsageError:
         return False
     return True

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from addons.tools.predict import prompt_of_row
+from addons.tools.predict import empty_reasoning, prompt_of_row
 from engine.config.errors import UsageError
 from engine.models.prompts import last_answer
 from tests.helpers import kit
@@ -223,16 +223,16 @@ def test_a_row_is_answered_after_what_stands_before_its_answer_in_training(tmp_p
 
 
 def test_every_format_of_a_chat_has_the_same_prompt_under_a_template_with_reasoning(tmp_path):
-    """The mutant takes the prompt of a prepared row, in which an empty block of reasoning stands before the answer."""
+    """It is the prompt of the prepared row. An empty block of reasoning is no part of a prediction."""
     rows = [{"messages": TURNS}, {"conversations": SHAREGPT}, {"instruction": "one red", "output": "cat"}]
     task, in_training = open_task(tmp_path, rows[0], chat_template="qwen3")
     prompts = [prompt_of_row(row, task, "here").ids for row in rows]
     decode = task.generation.tokenizer.decode
-    assert prompts == [prompts[0]] * 3
+    assert prompts == [in_training] * 3
     assert decode(prompts[0]).endswith("assistant\n")
-    assert decode(in_training) == decode(prompts[0]) + "<think>\n\n</think>\n\n"
+    assert empty_reasoning(task) == "<think>\n\n</think>\n\n"
     without = rows[0] | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of_row(without, task, "here").ids == in_training
+    assert decode(prompt_of_row(without, task, "here").ids) == decode(in_training) + "<think>\n\n</think>\n\n"
 
 
 def test_variables_of_a_row_that_are_none_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 The table of docs/data.md is made by this file."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -141,27 +142,42 @@ def test_long_chats_render_few_prompts(monkeypatch):
 # ---- turns that begin otherwise, and that do not reason --------------------------------------------------------------
 
 
-def counted(tokenizer, turns, **format) -> tuple[list[str], dict[str, int]]:
-    chosen = chat_options.ChatFormat(**format)
-    with kept_warnings() as warnings:
-        sequences = chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chosen)
-    texts = [tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in sequences]
-    return texts, {kind: number for kind, (_, number) in warnings.items()}
+STOCK = (  # as published templates of thinking models: reasoning only in turns after the last question
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}{% endif %}"
+    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index > ns.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def test_earlier_turns_that_begin_otherwise_than_their_prompt_are_counted():
-    """As in templates that leave reasoning out of the history; `each` trains them. The mutant trains their words anyway."""
-    opens = TEMPLATES["qwen3_thinking"].replace(
-        "{{- '<think>\\n' }}\n        {%- generation", "{{- '<think>\\n' if loop.last }}\n        {%- generation"
+@pytest.mark.parametrize("template", [None, "qwen3"])
+def test_a_turn_begins_another_sequence_where_its_prompt_does_not_continue_the_one_before(template):
+    """Here where the history loses its blocks; results of tools continue it. The mutant has one sequence of all turns."""
+    tokenizer = tokenizer_of(STOCK, True)
+    chosen = chat_options.ChatFormat(TEMPLATES[template] if template else None)
+    result = {"role": "tool", "content": "T"}
+    turns = [QUESTION, REASONED, result, ANSWER, QUESTION, ANSWER]
+    sequences = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    found = [prompts_of(ids, labels) for ids, labels, _ in sequences]
+    assert [len(prompts) for prompts in found] == [2, 1]
+    for i, ids in zip((1, 3, 5), [prompt for prompts in found for prompt in prompts], strict=True):
+        prompt = tokenizer.apply_chat_template(turns[:i], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == prompt
+    # A task that compares answers has one sequence.
+    one = chat.encode_chat(
+        tokenizer,
+        turns,
+        "row",
+        None,
+        chat_format=dataclasses.replace(chosen, one_sequence=True, template=TEMPLATES["qwen3"]),
     )
-    tokenizer = tokenizer_of(opens)
-    turns = [QUESTION, ANSWER, QUESTION, ANSWER]
-    texts, counts = counted(tokenizer, turns)
-    target = "\n</think>\n\nA<|im_end|>\n"
-    assert texts == [target]
-    assert sorted(counts.values()) == [1, 1]
-    assert any("train_turns each" in kind for kind in counts)
-    assert counted(tokenizer, turns, train_turns="each")[0] == [target, target]
+    assert len(one) == 1
+
+
+def counted(tokenizer, turns, **format) -> dict[str, int]:
+    with kept_warnings() as warnings:
+        chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format))
+    return {kind: number for kind, (_, number) in warnings.items()}
 
 
 @pytest.mark.parametrize(
@@ -180,15 +196,15 @@ def test_earlier_turns_that_begin_otherwise_than_their_prompt_are_counted():
 )
 def test_answers_without_reasoning_are_counted_where_the_model_may_reason(family, setting, count):
     tokenizer = tokenizer_of(TEMPLATES[family])
-    assert sum(counted(tokenizer, [QUESTION, ANSWER], variables=setting)[1].values()) == count
+    assert sum(counted(tokenizer, [QUESTION, ANSWER], variables=setting).values()) == count
     if count:
-        assert counted(tokenizer, [QUESTION, REASONED], variables=setting)[1] == {}
+        assert counted(tokenizer, [QUESTION, REASONED], variables=setting) == {}
 
 
 def test_smollm3_reasons_where_the_system_says_so():
     tokenizer = tokenizer_of(TEMPLATES["smollm3"])
     for mode, count in (("/think", 1), ("/no_think", 0)):
-        assert sum(counted(tokenizer, [{"role": "system", "content": mode}, QUESTION, ANSWER])[1].values()) == count
+        assert sum(counted(tokenizer, [{"role": "system", "content": mode}, QUESTION, ANSWER]).values()) == count
 
 
 # ---- the template of final/ ------------------------------------------------------------------------------------------

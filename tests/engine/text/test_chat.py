@@ -534,7 +534,6 @@ GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_
         # `<|im_end|>` is plain text for this tokenizer, so a trained model would not stop after its answer.
         (TEMPLATES["chatml"][0], "generation will not stop"),
         # Rows that are prepared tomorrow would differ, and the run would not resume with them.
-        ("{{ strftime_now('%d %b %Y') }}\n" + kit.CHATML, "the chat template writes the date"),
         (GLM, "no target says that the turn ends"),
         (MARKS, "no target says that the turn ends"),
         (kit.CHATML, ""),

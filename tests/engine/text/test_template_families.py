@@ -64,10 +64,6 @@ LAST = "            {{- '<|im_end|>\\n' }}\n"
 RESULT = "{{- '\\n<tool_response>\\n' ~ message.content"
 MUTANTS = {  # what each does to the template of Qwen 3, and the row that shows it
     "the end is no target": ([(LAST + "        " + END, "        " + END + LAST)], "several turns"),
-    "no reasoning in earlier turns": (
-        [("'<think>\\n' + reasoning", "'<think>\\n' + (reasoning if loop.last else '')")],
-        "reasoning twice",
-    ),
     "results are targets": ([(RESULT, "{% generation %}{{- 'x' }}{% endgeneration %}" + RESULT)], "tools"),
     "a second turn is no target": (
         [(BEGIN, BEGIN + "{% if loop.index < 3 %}"), ("        " + END, "{% endif %}" + END)],
@@ -237,7 +233,7 @@ def test_family_writes_and_trains_what_the_own_template_does_where_that_can_be_t
     for row, tools in ROWS.values():
         try:
             own = labelled_text(tokenizer_of(template), row, tools)
-        except UsageError:
+        except (UsageError, ValueError):  # refused, or several sequences
             continue
         assert labelled_text(tokenizer_of(TEMPLATES[family]), row, tools) == own
         trained += 1
@@ -254,7 +250,10 @@ def test_own_template_that_trains_all_turns():
     """The mutants drop the reasoning of earlier turns, the tools, or refuse the system."""
     whole = TEMPLATES["qwen3"]
     assert trains_all_turns(tokenizer_of(whole))
-    mutants = [mutant_of_qwen3("no reasoning in earlier turns"), whole.replace("tools", "documents")]
+    mutants = [
+        whole.replace("'<think>\\n' + reasoning", "'<think>\\n' + (reasoning if loop.last else '')"),
+        whole.replace("tools", "documents"),
+    ]
     mutants += ["{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + whole]
     mutants += [CHATML_BY_HAND, LIKE_QWEN3, LIKE_PHI3]
     for mutant in mutants:
