@@ -106,11 +106,11 @@ def render_answers(
     ends."""
     chat, render = prompts.chat, prompts.render_row
     text = _checked_text(render, chat)
-    texts, places = find_texts(render, chat, text)
+    texts = find_texts(render, chat, text)
     if marks_turns(template):
         spans = prompts.spans_after_prompts(text, marked_spans(render, chat, text, template))
     else:
-        spans = rendered_spans(render, chat, text, texts, places)
+        spans = rendered_spans(render, chat, text, texts)
     if not with_history_of_inference or not spans:
         return text, spans
     [span] = spans

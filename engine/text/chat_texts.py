@@ -21,9 +21,7 @@ OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a t
 
 
 class Text(NamedTuple):
-    """A text of a turn, without the spaces around it. `is_content`: it is what the turn says.
-
-    It is empty for a turn that says nothing, which has a place, too."""
+    """A text of a turn, without the spaces around it. `is_content`: it is what the turn says."""
 
     turn: int
     name: str
@@ -32,29 +30,22 @@ class Text(NamedTuple):
     is_content: bool
 
 
-class Places(NamedTuple):
-    """Where in the rendered chat the first text of each turn begins, and its last one ends."""
+def find_texts(render: Render, chat: Chat, rendered: str) -> list[Text]:
+    """Return the texts of a chat. Raise ValueError if one is not written.
 
-    begins: dict[int, int]
-    ends: dict[int, int]
-
-
-def find_texts(render: Render, chat: Chat, rendered: str) -> tuple[list[Text], Places]:
-    """Return the texts of a chat, and where they stand. Raise ValueError if a text is not written.
-
-    No place is known if the template writes something else when texts are marked, for example because it compares
+    They are searched for if the template writes something else when texts are marked, for example because it compares
     names."""
     _check_tags(chat, rendered)
-    texts, marked = _render_marked(render, chat, also_empty=True)
-    if _without_marks(marked) != rendered and not all(text.text for text in texts):
-        # A template may test whether a turn says anything.
-        texts, marked = _render_marked(render, chat, also_empty=False)
+    texts, marked = _render_marked(render, chat)
     if _without_marks(marked) != rendered:
         _check_by_search(chat, texts, rendered)
-        return texts, Places({}, {})
-    places, written = _read_marks(texts, marked)
+        return texts
+    written = set()
+    for match in MARKED_TEXT.finditer(marked):
+        if match[2] in ways_to_write(texts[int(match[1])].text):
+            written.add(int(match[1]))
     _check_written(chat, texts, written)
-    return texts, places
+    return texts
 
 
 def _check_tags(chat: Chat, rendered: str) -> None:
@@ -93,40 +84,23 @@ def _is_written(words: str, rendered: str) -> bool:
     return any(way in rendered for way in ways_to_write(words))
 
 
-def _read_marks(texts: list[Text], marked: str) -> tuple[Places, set[int]]:
-    """Return the places of the texts of each turn, without marks, and the numbers of the texts that are written."""
-    places = Places({}, {})
-    written: set[int] = set()
-    characters_of_marks = 0
-    for match in MARKED_TEXT.finditer(marked):
-        number = int(match[1])
-        text = texts[number]
-        if match[2] in ways_to_write(text.text):
-            written.add(number)
-        begin = match.start() - characters_of_marks
-        places.begins.setdefault(text.turn, begin)
-        places.ends[text.turn] = begin + len(match[2])
-        characters_of_marks += len(match[0]) - len(match[2])
-    return places, written
-
-
 def _check_written(chat: Chat, texts: list[Text], written: set[int]) -> None:
     """Raise ValueError for the first text that is not written; reasoning may be written under another of its names."""
     reasoning_written = {(texts[k].turn, texts[k].text) for k in written if texts[k].is_reasoning}
     for k, text in enumerate(texts):
         has_another_name = text.is_reasoning and (text.turn, text.text) in reasoning_written
         if text.text and k not in written and not has_another_name:
-            _refuse(chat, text, [texts[k] for k in written])
+            _refuse(chat, text)
 
 
 def _without_marks(marked: str) -> str:
     return MARKED_TEXT.sub(r"\2", marked)
 
 
-def _render_marked(render: Render, chat: Chat, also_empty: bool) -> tuple[list[Text], str]:
+def _render_marked(render: Render, chat: Chat) -> tuple[list[Text], str]:
     """Return the texts of a chat, and the chat with a mark around each; an empty text if the template refuses marks."""
     texts: list[Text] = []
-    turns = [_mark_turn(i, turn, texts, also_empty) for i, turn in enumerate(chat.turns)]
+    turns = [_mark_turn(i, turn, texts) for i, turn in enumerate(chat.turns)]
     return texts, _render_or_none(render, turns) or ""
 
 
@@ -212,12 +186,9 @@ def _render_or_none(render: Render, turns: list[dict], **options: Any) -> str | 
 # ---- the texts of a turn ---------------------------------------------------------------------------------------------
 
 
-def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
-    """Return turn `i` with marks around its texts, and append these to `texts`.
-
-    With `also_empty`, a turn without any text has a mark where its content would be."""
+def _mark_turn(i: int, turn: dict, texts: list[Text]) -> dict:
+    """Return turn `i` with marks around its texts, and append these to `texts`."""
     marked = dict(turn)
-    texts_before = len(texts)
     for name in REASONING:
         if name in turn:
             marked[name] = _mark(turn[name], Text(i, name, "", is_reasoning=True, is_content=False), texts)
@@ -229,8 +200,6 @@ def _mark_turn(i: int, turn: dict, texts: list[Text], also_empty: bool) -> dict:
     for name in CALLS:
         if name in turn:
             marked[name] = _mark_calls(turn[name], Text(i, name, "", is_reasoning=False, is_content=False), texts)
-    if also_empty and len(texts) == texts_before and isinstance(turn["content"], str):
-        marked["content"] = _add_mark(turn["content"], content, texts)
     return marked
 
 
@@ -308,7 +277,7 @@ def _check_by_search(chat: Chat, texts: list[Text], rendered: str) -> None:
             if text.is_content:
                 end = begin + len(text.text)
         elif not any(way in rendered for way in ways):
-            _refuse(chat, text, [other for other in texts if other.text in rendered])
+            _refuse(chat, text)
 
 
 def _find_first(rendered: str, ways: tuple[str, ...], start: int) -> int | None:
@@ -320,18 +289,12 @@ def _find_first(rendered: str, ways: tuple[str, ...], start: int) -> int | None:
     return None
 
 
-def _refuse(chat: Chat, text: Text, written: list[Text]) -> None:
+def _refuse(chat: Chat, text: Text) -> None:
     """Raise ValueError for a text that the template does not write, but for reasoning of a turn that is not trained on."""
     is_answer = chat.turns[text.turn]["role"] == "assistant"
     if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
         return
     problem = f"the chat template does not write the {text.name} of turn {text.turn}"
-    if text.is_reasoning and any(other.name == text.name and other.turn > text.turn for other in written):
-        raise ValueError(
-            f"{problem}, as at inference, where only the last turn has reasoning: train on the last turn only, by "
-            "--train_turns last or `train: false` in the earlier ones, or give --chat_template NAME or FILE with a template "
-            "that writes it"
-        )
     if text.is_content:
         raise ValueError(
             f"{problem} as it is: give --chat_template FILE with a template that writes {text.text[:40]!r}"

@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.config.errors import UsageError
-from engine.text import chat_spans
 from engine.text.chat import encode_chat, render_chat
 from engine.text.chat_turns import Structs, read_chat
 from engine.text.tokenize_and_pack import IGNORED
@@ -67,86 +66,6 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
     assert mutant_failed
 
 
-# ---- long chats ------------------------------------------------------------------------------------------------------
-
-
-LEADS = ["", "", "", " ", "  ", "\n", " "]
-
-
-def long_chat(turns: int) -> list[dict]:
-    """Return a chat with a system's turn, words that repeat or begin with spaces, calls of tools without words, and
-    turns that say nothing."""
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "look_up", "arguments": {"n": "5"}}}],
-    }
-    chat = [{"role": "system", "content": "assistant"}]
-    while len(chat) < turns - 4:
-        k = len(chat)
-        chat.append({"role": "user", "content": LEADS[k % 7] + WORDS[k % 3] + " " if k % 11 else ""})
-        if k % 7 == 0:
-            chat += [call, {"role": "tool", "content": f"{k}" if k % 2 else ""}]
-        chat.append({"role": "assistant", "content": LEADS[k % 5] + WORDS[k % 5] if k % 13 else ""})
-    return [*chat, CHAT[0], CHAT[1]]
-
-
-LONG = {name: (template, False) for name, (template, _, _) in TEMPLATES.items()}
-CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
-WITH_CALLS = TEMPLATES["chatml"][0].replace(
-    "{{ message.content }}", "{{ message.content }}" + CALLS.replace("m.", "message.")
-)
-LONG |= {"calls": (WITH_CALLS, True)}
-LONG |= {"only an end": (LOOP + "{{ m.content }}</s>{% endfor %}", False)}
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_long_chats_have_the_spans_of_short_ones_in_linear_time(tokenizer, monkeypatch, name):
-    """The mutant renders the chat twice up to each turn, as it is right for a short chat."""
-    template, has_calls = LONG[name]
-    rendered = 0
-
-    def count(turns, *arguments, original=tokenizer.apply_chat_template, **options):
-        nonlocal rendered
-        rendered += len(turns)
-        return original(turns, *arguments, **options)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
-    turns = {}
-    for few in (chat_spans.FEW_TURNS, 10**9):
-        monkeypatch.setattr(chat_spans, "FEW_TURNS", few)
-        for length in (40, 160):
-            chat = [
-                turn
-                for turn in long_chat(length)
-                if has_calls or not (turn.get("tool_calls") or turn["role"] == "tool")
-            ]
-            rendered = 0
-            result = render(tokenizer, template, chat)
-            turns[few, length] = rendered, result
-            assert len(result[1]) == sum(turn["role"] == "assistant" for turn in chat)
-    fast, mutant = ((turns[few, 40], turns[few, 160]) for few in (8, 10**9))
-    assert [result for _, result in fast] == [result for _, result in mutant]
-    assert fast[1][0] < 5 * fast[0][0]
-    assert mutant[1][0] > 10 * mutant[0][0]
-
-
-def test_template_that_differs_in_the_middle_of_a_long_chat(tokenizer):
-    """Headers that repeat are looked for; a turn where they differ is rendered."""
-    template = (
-        LOOP + "{% if loop.index == 42 %}<|now|>{% endif %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
-    )
-    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    chat = [turn for _ in range(30) for turn in CHAT[:2]]
-    text, spans = render(tokenizer, template, chat)
-    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
-    assert "<|now|>" in text
-    # Before the header of a user, it is no target. The mutants look for headers only, or in the middle only.
-    text, spans = render(tokenizer, template.replace("== 42", "in (25, 43)"), chat)
-    assert text.count("<|now|><|user|>") == 2
-    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>"] * 30
-
-
 def test_marks_that_a_template_cuts_are_refused(tokenizer):
     template = MARKS.replace("{% generation %}", "{% set words %}{% generation %}")
     template = template.replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ WORDS }}")
@@ -173,6 +92,9 @@ def test_words_of_the_assistant_that_stand_elsewhere_are_refused(tokenizer):
             render(tokenizer, template, chat)
         chat[1] = chat[1] | {"train": False}
         assert len(render(tokenizer, template, chat)[1]) == 2 * repeated - 1
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
 
 
 @pytest.mark.parametrize("before", ["{% if m.reasoning %}({{ m.reasoning }}){% endif %}", "CALLS"])
@@ -262,7 +184,7 @@ THINKING = (  # as Qwen 3: reasoning is written in the last turn only
 def test_reasoning_of_earlier_turns_may_be_left_out_where_they_are_not_trained_on(tokenizer, reason):
     answer = {"role": "assistant", "content": "yes"} | reason
     chat = [CHAT[0], answer, CHAT[2], answer]
-    with pytest.raises(ValueError, match=r"reasoning.* of turn 1, as at inference.*train: false"):
+    with pytest.raises(ValueError, match=r"does not write the reasoning.* of turn 1"):
         render(tokenizer, THINKING, chat)
     text, [(a, b)] = render(tokenizer, THINKING, [CHAT[0], answer | {"train": False}, CHAT[2], answer])
     assert text[a:b] == "<think>why</think>yes<|endoftext|>"
@@ -453,7 +375,6 @@ CUT = kit.CHATML.replace("m['content']", "m['content'][1:]")
 PYTHON = TOOL_CHAT.replace("arguments | tojson", "arguments")
 FIRST_ONLY = TOOL_CHAT.replace("arguments | tojson", "arguments.a | tojson")
 THINK_PROMPT = kit.CHATML.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
-REASONS = THINK_PROMPT.replace("{{ m['content']", "{{ m.reasoning_content }}{{ m['content']")
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
@@ -483,8 +404,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
         (LATER, CHAT, "earlier turns.*--chat_template"),
-        (THINK_PROMPT, CHAT, "generation prompt '<|assistant|><think>'.*before its words$"),
-        (REASONS, CHAT, "generation prompt '<|assistant|><think>'.*reasoning_content, which the prompt opens"),
+        (THINK_PROMPT, CHAT, "turn 1 .*prompt ends, '<|assistant|><think>'"),
     ],
 )
 def test_chats_and_templates_that_are_refused(tokenizer, template, messages, words):
