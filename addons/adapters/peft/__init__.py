@@ -150,5 +150,5 @@ class Peft(AddOn):
             )
         return (
             f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
-            "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
+            "`PeftModel.from_pretrained`, an exact evaluation, and further training.\n"
         )

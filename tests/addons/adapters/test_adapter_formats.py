@@ -65,6 +65,9 @@ def test_final_is_loaded_by_peft_and_transformers(runs, base):
         assert torch.allclose(found, expected, rtol=0, atol=1e-6)
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
+    # Servers load all of them as weights of the model.
+    names = [path.name for path in (runs[True].folder / "final").glob("*.safetensors")]
+    assert names == ["model.safetensors"]
 
 
 def test_final_without_merge_weighs_the_adapter(runs):
