@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from engine.checkpointing import checkpoint_folder, model_folder, resume
+from engine.checkpointing import checkpoint_folder, files_of_base, model_folder, resume
 from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from engine.checkpointing.resume import Start
 from engine.checkpointing.tensor_files import Tensors
@@ -264,6 +264,7 @@ class Checkpointer:
                 model_folder.write_card(temporary, run, self.metadata["config"], self.final_step, self.average)
                 if model_folder.change_by_addons(temporary, run):
                     hashes = {}  # of files that are others now
+                files_of_base.complete_final(temporary, run)
                 writer.publish(temporary, final, self.final_step, hashes)
 
     # ---- for the summary ---------------------------------------------------------------------------------------------
