@@ -100,39 +100,54 @@ def complete_tokenizer(folder: Path, tokenizer: Any, cfg: RunConfig) -> None:
 
     Where the run has changed special tokens, the chat template, or added tokens, write these into each file that has them."""
     base = Path(tokenizer.loaded_from)
-    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if i not in tokenizer.loaded_ids}
-    template = tokenizer.chat_template
-    if isinstance(template, str):
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif template:
-        template = [{"name": name, "template": text} for name, text in template.items()]
+    written = {path: path.read_bytes() for path in folder.glob("tokenizer*.json")}
     for path in _files(base, TOKENIZER):
         shutil.copyfile(path, folder / path.name)
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json"):
-        values = read_json(folder / name)
-        if not values:
-            continue
-        if name != "chat_template.json":
-            values |= {key: token for key, token in special.items() if _content(values.get(key)) != token}
-        if template and "chat_template" in values:
-            values["chat_template"] = template
-        if added and name == "tokenizer_config.json":
-            states = {str(i): token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
-            values["added_tokens_decoder"] = states | values.get("added_tokens_decoder", {})
-        _write(folder / name, values)
-    if added and (base / "added_tokens.json").exists():
-        ids = {token.content: i for i, token in added.items()}
-        _write(folder / "added_tokens.json", read_json(folder / "added_tokens.json") | ids)
-    if added and (base / "tokenizer.json").exists():
-        values = read_json(folder / "tokenizer.json")
-        values["added_tokens"] += [{"id": i} | token.__getstate__() for i, token in added.items()]
-        _write(folder / "tokenizer.json", values)
+    _write_settings(folder, tokenizer)
+    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if i not in tokenizer.loaded_ids}
+    if added:
+        _write_added(folder, base, tokenizer, added)
     if not _reads_alike(folder, tokenizer, cfg):
         warn(
             f"final/: this version of transformers reads the tokenizer of {base} otherwise from there: it has its own files"
         )
-        tokenizer.save_pretrained(folder)
+        for path, data in written.items():
+            path.write_bytes(data)
+
+
+def _write_settings(folder: Path, tokenizer: Any) -> None:
+    """Write special tokens and chat template of the run into each file of the base that has other ones."""
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    elif (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")  # with the variables of the run
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json"):
+        values = read_json(folder / name)
+        if values and name != "chat_template.json":
+            values |= {key: token for key, token in special.items() if _content(values.get(key)) != token}
+        if template and "chat_template" in values:
+            values["chat_template"] = template
+        if values:
+            _write(folder / name, values)
+
+
+def _write_added(folder: Path, base: Path, tokenizer: Any, added: dict[int, Any]) -> None:
+    """Write the tokens that the run has added into the files of the base; `tokenizer.model` takes none."""
+    states = {i: token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
+    values = read_json(folder / "tokenizer_config.json")
+    values["added_tokens_decoder"] = {str(i): state for i, state in states.items()} | values.get(
+        "added_tokens_decoder", {}
+    )
+    _write(folder / "tokenizer_config.json", values)
+    if (base / "added_tokens.json").exists():
+        ids = {token.content: i for i, token in added.items()}
+        _write(folder / "added_tokens.json", read_json(folder / "added_tokens.json") | ids)
+    if (base / "tokenizer.json").exists():
+        values = read_json(folder / "tokenizer.json")
+        values["added_tokens"] += [{"id": i} | states[i] for i in added]
+        _write(folder / "tokenizer.json", values)
 
 
 def _content(token: Any) -> Any:
@@ -156,4 +171,4 @@ def _meaning(tokenizer: Any) -> tuple:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    return text, tokenizer.special_tokens_map, tokenizer.chat_template
+    return text, tokenizer.special_tokens_map

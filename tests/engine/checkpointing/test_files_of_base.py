@@ -98,15 +98,19 @@ def test_what_the_run_changes_stands_in_each_file(recipe, tmp_path):
     assert Tokenizer.from_file(str(final / "tokenizer.json")).encode("<|im_start|>one<|im_end|>").ids == expected
 
 
-def test_special_tokens_that_a_task_sets_stand_in_each_file(recipe, tmp_path):
-    """A mask token, which is a new one, and another padding token."""
+def test_special_tokens_that_a_task_sets_stand_in_each_file(recipe, tmp_path, capsys):
+    """A mask token, which is a new one, and another padding token; and the chat template as it was written."""
     base = recipe["model_name_or_path"]
     cfg = run_config(model_name_or_path=str(base), cache_dir=str(tmp_path / "cache"))
     tokenizer = load_tokenizer(cfg)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% set thinks = false %}" + CHATML)
     files_of_base.complete_tokenizer(tmp_path, tokenizer, cfg)
+    assert "its own files" not in capsys.readouterr().err
+    read = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert read["chat_template"] == AutoTokenizer.from_pretrained(tmp_path).chat_template != CHATML
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         values = json.loads((tmp_path / name).read_text())
         assert (values["mask_token"], values["pad_token"]) == ("<mask>", "<|endoftext|>")
