@@ -6,10 +6,11 @@ and transformers 4 rotate positions otherwise. Tests: tests/engine/checkpointing
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine.config.errors import warn
+from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.loop.train_state import Run
 from engine.models.config_and_tokenizer import config_file, config_value, model_folder
@@ -24,8 +25,10 @@ def complete_final(folder: Path, run: Run) -> None:
     """Add to a final model what other programs, and transformers 4, read in the folder of its base model."""
     cfg, task = run.cfg, run.task
     config = getattr(task.saved(run.model.model), "config", None)
-    base = Path(model_folder(cfg, cfg.model_name_or_path)) if cfg.model_name_or_path else None
-    of_base = read_json(config_file(base)) if base else {}
+    base, of_base = None, {}
+    with suppress(UsageError):  # the folder is gone: a run of days does not end without its model for that
+        base = Path(model_folder(cfg, cfg.model_name_or_path)) if cfg.model_name_or_path else None
+        of_base = read_json(config_file(base)) if base else {}
     file = config_file(folder)
     written = read_json(file)
     kind = written.get("model_type")

@@ -64,7 +64,7 @@ def _check_base(cfg: RunConfig, weights: Path) -> None:
         if not same_name and ROUNDED.sub("", Path(str(trained_on)).name).lower() == Path(name).name.lower():
             warn(
                 f"init_from: the adapter in {weights} was trained on {trained_on}, which has {name} in few bits: with all bits "
-                "the model differs a little; load_in_4bit rounds it, too"
+                "the model differs a little from that"
             )
         elif not same_name and Path(locate(trained_on)) != Path(locate(name)):
             raise UsageError(

@@ -10,24 +10,21 @@ from urllib.parse import urlsplit
 import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
-from engine.config.addons import used_addons
+from engine.config.addons import first_answer, used_addons
 from engine.config.redact import redact_all
 from engine.loop.train_state import Run
 from engine.models.base_model import BaseModel
-from engine.models.config_and_tokenizer import pretrained_source
 from engine.storage import hub
 from engine.storage.jsonl import lines_from_end, read_json
 
-PIPELINES = {  # the end of the name of a model's class -> its pipeline
+PIPELINES = {  # the end of the name of a model's class -> its pipeline, unless a task has a `pipeline_tag`
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
-    "ForSemanticSegmentation": "image-segmentation",
 }
-OF_PEFT = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")  # classes of models that peft loads
 OPTIONS = ("preference_loss", "beta")  # on which the numbers of an evaluation depend
 PACKAGES = ("transformers", "torch", "accelerate", "datasets")
 
@@ -36,11 +33,9 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     """Write README.md of a complete final/, and the run's configuration, which eval.py reads.
 
     The evaluation of step `evaluated` is that of its weights; 0: there is none. `best`: a sentence about the best step."""
-    cfg, task, library = run.cfg, run.task, "transformers"
-    if (folder / "adapter_config.json").exists():
-        library = "peft"
+    cfg, task = run.cfg, run.task
     base, name = getattr(task, "base_model", None), cfg.model_name_or_path
-    base = base or BaseModel(name, pretrained_source(cfg)[1] if name else None)
+    base = base or BaseModel(name, hub.records.get(f"model {name}@{cfg.model_revision}", {}).get("commit"))
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(public_name(source) for source in sources if source)
     start = f"Fine-tuned from {public_name(name)}" if name else "Trained from random weights"
@@ -64,10 +59,11 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     front["datasets"] = sorted({key.split()[1].partition("@")[0] for key in hub.records if key.startswith("dataset ")})
     kind = type(task.saved(run.model.model))
     if kind.__module__.startswith("transformers."):
-        front["library_name"] = library
+        code = _loading_lines(task, task.saved(run.model.model))
+        front["library_name"] = code[0].split()[1]
         found = [pipeline for end, pipeline in PIPELINES.items() if kind.__name__.endswith(end)]
-        front["pipeline_tag"] = getattr(task, "pipeline_tag", None) or (found[0] if found else None)
-        parts.append(_loading_lines(task, task.saved(run.model.model), library))
+        front["pipeline_tag"] = task.pipeline_tag or (found[0] if found else None)
+        parts.append("\n".join(["```python", *code, "```"]))
     versions = read_json(Path(cfg.output_dir, "environment.json")).get("versions", {})
     parts.append(", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions))
     head = yaml.safe_dump({key: value for key, value in front.items() if value}, allow_unicode=True)
@@ -77,21 +73,18 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
 
 
-def _loading_lines(task: Any, model: Any, library: str) -> str:
-    """Return lines of Python that load the model and its tokenizer."""
-    loader, labels = type(model).__name__, ""
-    if library == "peft":
-        end = next((end for end in OF_PEFT if loader.endswith(end)), "")
-        labels = f", num_labels={model.config.num_labels}" if "Classification" in end else ""
-        loader = f"AutoPeftModel{end}"
-    lines = [
-        f"from {library} import {loader}",
-        f'model = {loader}.from_pretrained("."{labels})  # this folder, or its name',
+def _loading_lines(task: Any, model: Any) -> list[str]:
+    """Return lines of Python that load the model, and its tokenizer; the first one names the library."""
+    name = type(model).__name__
+    of_addon = first_answer(addon.loading_lines(model) for addon in used_addons(task.cfg))
+    lines = of_addon or [
+        f"from transformers import {name}",
+        f'model = {name}.from_pretrained(".")  # this folder, or its name',
     ]
     if getattr(task, "tokenizer", None) is not None:
-        lines.insert(1, "from transformers import AutoTokenizer")
+        lines = [lines[0], "from transformers import AutoTokenizer", *lines[1:]]
         lines.append('tokenizer = AutoTokenizer.from_pretrained(".")')
-    return "\n".join(["```python", *lines, "```"])
+    return lines
 
 
 def public_name(source: str) -> str:
