@@ -60,6 +60,7 @@ class Task:
         str
     ] = ()  # columns that `encode` reads if they are there; those of a stream may be missing
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
+    pipeline_tag: str = ""  # of the Hub, for the model card, where the name of the model's class does not tell it
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
 

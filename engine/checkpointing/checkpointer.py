@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from engine.checkpointing import checkpoint_folder, model_folder, resume
+from engine.checkpointing import checkpoint_folder, files_of_base, model_card, model_folder, resume
 from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from engine.checkpointing.resume import Start
 from engine.checkpointing.tensor_files import Tensors
@@ -261,18 +261,22 @@ class Checkpointer:
                 checkpoint_folder.copy_model(best, temporary)
             if self.is_main:
                 hashes = writer.add_shards(temporary)
-                model_folder.write_card(temporary, run, self.metadata["config"], self.final_step, self.average)
                 if model_folder.change_by_addons(temporary, run):
                     hashes = {}  # of files that are others now
+                files_of_base.complete_final(temporary, run)
+                step = 0 if self.average else self.final_step
+                model_card.write_card(temporary, run, self.metadata["config"], step, self._best_sentence())
                 writer.publish(temporary, final, self.final_step, hashes)
 
     # ---- for the summary ---------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, and what add-ons did with final/."""
-        best = model_folder.best_sentence(self.cfg, self.state, self.final_step, self.average)
-        lines = [self.due.early_stop_message(), best, *self.addon_messages]
+        lines = [self.due.early_stop_message(), self._best_sentence(), *self.addon_messages]
         return "\n".join(line for line in lines if line)
+
+    def _best_sentence(self) -> str:
+        return model_folder.best_sentence(self.cfg, self.state, self.final_step, self.average)
 
     def sample(self) -> str | None:
         """Return the sample of a task with the option `sample_prompt`, on the main process, if final/ is the last step."""

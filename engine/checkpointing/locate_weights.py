@@ -31,6 +31,7 @@ from engine.task_registry import OPTIONS
 
 # Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
 ONLY_BY_FLAG = ("trust_remote_code", "cache_dir")
+ROUNDED = re.compile(r"(-unsloth)?-bnb-[48]bit$", re.IGNORECASE)  # in names of models that are published in few bits
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
 
 
@@ -60,7 +61,12 @@ def _check_base(cfg: RunConfig, weights: Path) -> None:
     if base is None:
         trained_on = named_base(weights)
         same_name = not trained_on or Path(trained_on).name == Path(name).name
-        if not same_name and Path(locate(trained_on)) != Path(locate(name)):
+        if not same_name and ROUNDED.sub("", Path(str(trained_on)).name).lower() == Path(name).name.lower():
+            warn(
+                f"init_from: the adapter in {weights} was trained on {trained_on}, which has {name} in few bits: with all bits "
+                "the model differs a little from that"
+            )
+        elif not same_name and Path(locate(trained_on)) != Path(locate(name)):
             raise UsageError(
                 f"init_from: the adapter in {weights} was trained on {trained_on}, but model_name_or_path is {name}: give that "
                 "model; if it has the same weights under another name, correct adapter_config.json"

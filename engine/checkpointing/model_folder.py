@@ -1,4 +1,4 @@
-"""Hugging Face model folder: weights, tokenizer, shard index; for final/ also the model card and the run's configuration.
+"""Hugging Face model folder: weights, tokenizer, shard index; what add-ons change in final/.
 
 Tests: tests/engine/checkpointing/test_format.py, tests/engine/checkpointing/test_best_model.py,
 tests/engine/distributed/test_fsdp2_checkpoints.py.
@@ -7,15 +7,12 @@ tests/engine/distributed/test_fsdp2_checkpoints.py.
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-import yaml
 from safetensors import safe_open
 
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
 from engine.config.addons import used_addons
-from engine.config.redact import redact_all
 from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.train_state import Run, TrainState
@@ -145,39 +142,3 @@ def change_by_addons(folder: Path, run: Run) -> bool:
     """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
     changes = [addon.change_final_model(folder, run.task) for addon in used_addons(run.cfg)]  # each is called
     return any(changes)
-
-
-def write_card(folder: Path, run: Run, config: dict, final_step: int, average: str) -> None:
-    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
-    from transformers import PreTrainedModel
-
-    cfg = run.cfg
-    model = run.task.saved(run.model.model)
-    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
-    more = "".join(addon.model_card(cfg) for addon in used_addons(cfg))
-    base = getattr(run.task, "base_model", None)
-    front_matter = ""
-    if base is not None and base.name:
-        version = f"commit {base.commit}" if base.commit else f"weights {base.weights}"
-        more += f"\nIts base model is {_public_name(base.name)}, {version}.\n"
-        front_matter = f"base_model: {base.name}\n" if base.commit else ""
-    best = best_sentence(cfg, run.state, final_step, average)
-    if best:
-        more += f"\n{best[0].upper()}{best[1:]}.\n"
-    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
-    data = ", ".join(_public_name(source) for source in sources if source)
-    base = cfg.model_name_or_path
-    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
-    (folder / "README.md").write_text(
-        f"---\n{library}{front_matter}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
-        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{more}"
-    )
-    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
-    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
-
-
-def _public_name(source: str) -> str:
-    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
-    if "://" in source:
-        return Path(urlsplit(source).path).name or "a URL"
-    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source

@@ -141,6 +141,9 @@ class AddOn:
         """Return a paragraph for the model card of final/."""
         return ""
 
+    def loading_lines(self, model: Any) -> list[str] | None:
+        """Return lines of Python that load the model of final/ and import its library first; None: as a whole model."""
+
     def final_is_written(self, cfg: "RunConfig") -> str:
         """Use final/, on the main process at the end of a run; return a line to print."""
         return ""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from engine.config.add_on import AddOn, overrides
 from engine.config.addons import used_addons
 from engine.config.errors import warn
 from engine.config.run_config import RunConfig
@@ -68,10 +67,7 @@ def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
     weights, trained = memory.count_bytes(saved)
     if memory.bytes_of_scales(saved):  # a base in few bits is merged in 16
         weights = 2 * memory.count_parameters(saved)[0]
-    addons = [addon for addon in used_addons(cfg) if overrides(addon, AddOn.names_of_base)]
-    if not addons:
-        return weights
-    return weights + trained if all(addon.writes_base() for addon in addons) else trained
+    return weights if all(addon.writes_base() for addon in used_addons(cfg)) else trained
 
 
 def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:

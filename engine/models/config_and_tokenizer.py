@@ -3,6 +3,7 @@
 Tests: tests/engine/models/test_loading.py and tests/engine/config/test_bad_input.py.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +291,8 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
         raise UsageError(f"{file}: vocab, merges or init_inputs names a file, which could be any here: remove it")
     with errors_of(f"{field}: no tokenizer could be loaded from {name}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    with suppress(NotImplementedError):  # that of mistral_common does not tell
+        tokenizer.loaded_ids, tokenizer.loaded_from = set(tokenizer.added_tokens_decoder), folder  # for final/
     if cfg.add_tokens:
         add_tokens(tokenizer, cfg.add_tokens)
     return tokenizer

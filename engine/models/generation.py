@@ -191,11 +191,11 @@ class Generation:
 
 
 def stop_ids(tokenizer: Any, end_of_turn: int | None, generation_config: Any) -> list[int]:
-    """Return the tokens that end an answer: of the tokenizer, the model and the chat template."""
+    """Return the tokens that end an answer: of the model in their order, then of the tokenizer and the chat template."""
     of_model = getattr(generation_config, "eos_token_id", None)
     of_model = of_model if isinstance(of_model, list) else [of_model]
-    ids = {tokenizer.eos_token_id, end_of_turn, *of_model}
-    return sorted(each for each in ids if each is not None)
+    ids = dict.fromkeys([*of_model, tokenizer.eos_token_id, end_of_turn])
+    return [each for each in ids if each is not None]
 
 
 def name_end_of_turn(model: Any, task: Any) -> None:

@@ -26,6 +26,7 @@ from engine.models.base_model import read_base
 from engine.models.config_and_tokenizer import named_base
 from engine.storage.jsonl import read_json
 
+LOADED_BY_PEFT = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")  # ends of names of models
 NAMES_ELSEWHERE = (  # fields of TRL, axolotl and LLaMA-Factory
     *("adapter", "finetuning_type", "use_peft", "use_dora", "use_rslora"),
     *("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_modules_to_save"),
@@ -140,6 +141,19 @@ class Peft(AddOn):
             write_adapter_alone(task, folder)
         return True
 
+    def loading_lines(self, model: Any) -> list[str] | None:
+        """Return what loads an adapter alone, as the model card says it. peft asks how many labels there are."""
+        if self._merges():
+            return None
+        name = type(model).__name__
+        end = next((end for end in LOADED_BY_PEFT if name.endswith(end)), "")
+        labels = f", num_labels={model.config.num_labels}" if "Classification" in end else ""
+        loader = f"AutoPeftModel{end}"
+        return [
+            f"from peft import {loader}",
+            f'model = {loader}.from_pretrained("."{labels})  # this folder, or its name',
+        ]
+
     def model_card(self, cfg: Any) -> str:
         """Return the paragraph of the model card about the adapter."""
         options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
@@ -150,5 +164,5 @@ class Peft(AddOn):
             )
         return (
             f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
-            "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
+            "`PeftModel.from_pretrained`, an exact evaluation, and further training.\n"
         )

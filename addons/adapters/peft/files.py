@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from addons.adapters.peft.options import read_options
 from engine.config.errors import UsageError
 from engine.models.base_model import tensors_of_base
+from engine.models.config_and_tokenizer import BASE_FILE
 from engine.storage.jsonl import read_json
 
-ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
+ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ a folder in the format of peft
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 PREFIX = "base_model.model."  # of names in the format of peft
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # of the format of peft
@@ -37,10 +38,16 @@ FREE_OPTIONS |= {"trainable_token_indices"}  # of add_tokens
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Return the files of the adapter that a run has saved in `folder`, or of one in the format of peft, if any."""
-    ours = sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
-    in_format_of_peft = (folder / CONFIG_FILE).exists()
-    return ours or ([folder / WEIGHTS_FILE] if in_format_of_peft and (folder / WEIGHTS_FILE).exists() else [])
+    """Return the files of the adapter that a run has saved in `folder`, or of one in the format of peft, if any.
+
+    In final/ they lie in adapter/: servers load each safetensors file beside model.safetensors as weights of the model."""
+    is_merged = (folder / BASE_FILE).exists() and (folder / ADAPTER / CONFIG_FILE).exists()
+    for place in (folder, folder / ADAPTER):
+        ours = sorted([*place.glob(f"{ADAPTER}.safetensors"), *place.glob(f"{ADAPTER}-*-of-*.safetensors")])
+        is_of_peft = is_merged if place != folder else (folder / CONFIG_FILE).exists()
+        if ours or (is_of_peft and (place / WEIGHTS_FILE).exists()):
+            return ours or [place / WEIGHTS_FILE]
+    return []
 
 
 def _names_in_peft(model: torch.nn.Module, trained: Iterable[str]) -> dict[str, str]:

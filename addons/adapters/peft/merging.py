@@ -28,18 +28,21 @@ UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that 
 def write_merged(task: Any, folder: Path) -> None:
     """Merge the adapter in `folder` into its base model; write that model, and the adapter as peft does to FOLDER/adapter.
 
-    adapter.safetensors holds what an exact evaluation or further training needs besides the base model."""
+    That is also what an exact evaluation or further training needs besides the base model."""
     whole = task.build_base(str(folder))
     dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in used_addons(task.cfg))
     tuner = add_adapter(task, whole, folder)
     trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
     (folder / ADAPTER).mkdir()
     exported = trained
-    if task.base_model is None:  # the weights that merging changes are those of the base model
+    if (
+        task.base_model is None
+    ):  # the base model is nowhere else, so what merging changes of it is kept for an evaluation
         base = vars(tuner.model)["base_names"]
         exported = {name: value for name, value in trained.items() if name not in base}
+        write_tensors(trained, folder / ADAPTER / f"{ADAPTER}.safetensors")
     write_in_format_of_peft(task, tuner, folder / ADAPTER, exported)
-    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+    for path in [*folder.glob("model*.safetensors*"), *folder.glob(f"{ADAPTER}*.safetensors")]:
         path.unlink()
     task.base_model = None  # this folder holds the whole model, too
     base_names = vars(tuner.model).pop("base_names")
@@ -50,7 +53,7 @@ def write_merged(task: Any, folder: Path) -> None:
         place.mkdir(exist_ok=True)
         tensors = _merge_layers(tuner.model, {name: base_names[name] for name in names})
         if dtype is not None:
-            tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+            tensors = _cast(tensors, dtype)
         write_model(ModelWithLoss(whole, task), place, tensors, number, len(groups))
         tensors.clear()
         _free(tuner.model, names)
@@ -58,7 +61,6 @@ def write_merged(task: Any, folder: Path) -> None:
             file.rename(folder / file.name)
     shutil.rmtree(parts, ignore_errors=True)
     write_index(folder)
-    write_tensors(trained, folder / f"{ADAPTER}.safetensors")
     tokenizer: Any = getattr(task, "tokenizer", None)
     if token_ids(tokenizer) and tuner.model.config.get_text_config().vocab_size == len(tokenizer):
         tokenizer.save_pretrained(folder / ADAPTER)  # AutoPeftModel gives the base model as many rows as this has
@@ -118,20 +120,27 @@ def _merge_layers(model: torch.nn.Module, base_names: dict[str, str]) -> dict[st
         if not is_inside and (isinstance(module, BaseTunerLayer) or hasattr(module, UNLOAD)):
             adapted[path] = module
     tensors: dict[str, torch.Tensor] = {}
-    replaced: dict[str, torch.Tensor] = {}
+    unloaded: dict[str, torch.nn.Module] = {}
     for path, module in adapted.items():
         if not any(name.startswith(f"{path}.") for name in base_names):
             continue
         if hasattr(module, UNLOAD):  # modules_to_save, attention of torch
-            unloaded = getattr(module, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
-            replaced |= {f"{WRAPPED.sub('', path)}.{name}": value for name, value in unloaded.state_dict().items()}
+            layer = getattr(module, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+            unloaded[WRAPPED.sub("", path)] = layer
         else:
             for inner in reversed([part for part in module.modules() if isinstance(part, BaseTunerLayer)]):
                 inner.merge()  # parameters of experts are nested
-    state = model.state_dict()
+    state = model.state_dict()  # now that all are merged: rows of new tokens give tied weights another tensor each time
+    replaced = {f"{path}.{name}": x for path, layer in unloaded.items() for name, x in layer.state_dict().items()}
     for name, base_name in base_names.items():
         tensors[base_name] = replaced[base_name] if base_name in replaced else state[name]
     return tensors
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors with those of floating point in `dtype`; tied ones stay one tensor, which is written once."""
+    cast = {(x.data_ptr(), x.shape): x.to(dtype) for x in tensors.values() if x.is_floating_point()}
+    return {name: cast.get((x.data_ptr(), x.shape), x) for name, x in tensors.items()}
 
 
 def _free(model: torch.nn.Module, names: list[str]) -> None:

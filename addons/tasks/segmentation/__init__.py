@@ -54,6 +54,7 @@ class Task(base.Task):
     decode_media = False
     encode_helpers = (decoding,)
     unit = "pixels"
+    pipeline_tag = "image-segmentation"
     cut_by_cost = False  # widths and heights are padded apart
 
     def load(self) -> None:

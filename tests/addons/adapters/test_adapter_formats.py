@@ -1,11 +1,13 @@
 """Adapters in the format of peft: final/ for AutoPeftModel, with and without the merged model; those of other programs."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
@@ -65,6 +67,19 @@ def test_final_is_loaded_by_peft_and_transformers(runs, base):
         assert torch.allclose(found, expected, rtol=0, atol=1e-6)
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
+    # Servers load all of them as weights of the model.
+    names = [path.name for path in (runs[True].folder / "final").glob("*.safetensors")]
+    assert names == ["model.safetensors"]
+
+
+def test_card_of_an_adapter_alone(runs, monkeypatch):
+    alone = runs[False] / "final"
+    card = (alone / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
+    monkeypatch.chdir(alone)
+    names: dict = {}
+    exec(re.search("```python\n(.*)```", card, re.DOTALL)[1], names)
+    assert torch.equal(logits(names["model"]), auto_peft(alone))
 
 
 def test_final_without_merge_weighs_the_adapter(runs):
@@ -145,6 +160,16 @@ def test_adapter_of_another_base_is_refused(runs, base, tmp_path):
         task, _ = kit.open_data(**values)
         with pytest.raises(UsageError, match=rf"{base}.*model_name_or_path is {other}"):
             init_weights(task.cfg, task)
+
+
+def test_adapter_of_a_base_in_few_bits_is_warned_of_on_the_original(runs, base, tmp_path, capsys):
+    foreign = shutil.copytree(runs[True].folder / "final/adapter", tmp_path / "foreign")
+    config = json.loads((foreign / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = f"someone/{base.name.title()}-unsloth-bnb-4bit"
+    (foreign / "adapter_config.json").write_text(json.dumps(config))
+    task, _ = kit.open_data(**fields(tmp_path, base) | {"init_from": foreign, "output_dir": tmp_path / "run"})
+    assert init_weights(task.cfg, task) == foreign
+    assert config["base_model_name_or_path"] in capsys.readouterr().err
 
 
 def test_an_adapter_alone_is_no_model(runs, base, tmp_path):

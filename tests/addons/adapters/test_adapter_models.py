@@ -140,7 +140,7 @@ def test_running_statistics_are_saved(tmp_path, merge):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", run / "final")
         assert found == [line for line in lines if line["kind"] == "eval"][-1]
-        names = kit.load_weights(run / "final", "adapter" if merge else "adapter_model").keys()
+        names = kit.load_weights(run / ("final/adapter" if merge else "final"), "adapter_model").keys()
         assert any("running_mean" in name for name in names)
 
 

@@ -81,6 +81,7 @@ def test_new_tokens_are_merged_into_final_and_resumed_bitwise(folder, tmp_path, 
     world = 2 if name == "untied" else 1
     run = kit.run_training(world, tmp_path / "run", *kit.flags(**common))
     final = load_file(run.folder / "final" / "model.safetensors")
+    assert ("lm_head.weight" in final) == (name == "untied")
     model = AutoModelForCausalLM.from_pretrained(run.folder / "final", dtype="float64")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
     ids = tokenizer.convert_tokens_to_ids(TOKENS)

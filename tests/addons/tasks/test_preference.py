@@ -500,6 +500,9 @@ def test_run_records_its_reference_and_saves_only_the_model(run):
     assert state["config"]["reference_revision"].startswith("xxh3:")
     assert not [name for name in whole.weights if "teacher" in name or "student" in name]
     assert whole.kind("eval")[-1]["reward_accuracy"] > 0.5
+    card = (whole.folder / "final" / "README.md").read_text()
+    assert f"| beta | {state['config']['beta']} |" in card
+    assert f"| preference_loss | {state['config']['preference_loss']} |" in card
 
 
 def test_other_reference_is_refused(run, tmp_path):

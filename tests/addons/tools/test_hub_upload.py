@@ -3,8 +3,10 @@
 # ruff: noqa: F811 (fixtures of another file)
 
 import pytest
+import yaml
 
 from addons.tools import hub_upload
+from engine.storage import verify_hashes
 from tests.engine.storage.test_hub_downloads import hub, recipe, refused, served, train  # noqa: F401
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
@@ -18,8 +20,15 @@ def test_final_model_is_pushed_and_read_back(hub, tmp_path):
 
     text = train(environment, tmp_path, recipe(tmp_path, **fields), 2, HF_TOKEN=hub.token)
     final, pushed = tmp_path / "run/final", hub.folder / "models/org/pushed"
-    for file in (path for path in final.rglob("*") if path.is_file()):
-        assert (pushed / file.relative_to(final)).read_bytes() == file.read_bytes()
+    names = {str(path.relative_to(final)) for path in final.rglob("*") if path.is_file()}
+    for name in names - {"run_config.yaml", "manifest.json"}:
+        assert (pushed / name).read_bytes() == (final / name).read_bytes()
+    assert str(tmp_path) in (final / "run_config.yaml").read_text()
+    for path in pushed.rglob("*"):  # no local path, in a folder that is intact
+        assert str(tmp_path).encode() not in (path.read_bytes() if path.is_file() else b"")
+    assert verify_hashes.verify(pushed) == []
+    card = yaml.safe_load((pushed / "README.md").read_text().split("---")[1])
+    assert (card["base_model"], card["datasets"]) == ("org/model", ["org/ds"])
     assert "org/pushed" in hub.private
     assert f"{hub.url}/org/pushed" in text
     train(environment, tmp_path, recipe(tmp_path, "again", model_name_or_path="org/pushed"), HF_TOKEN=hub.token)

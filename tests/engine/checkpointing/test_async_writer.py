@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 import train
-from engine.checkpointing import async_writer, checkpoint_folder, checkpointer, model_folder
+from engine.checkpointing import async_writer, checkpoint_folder, checkpointer, model_card
 from engine.checkpointing.tensor_files import is_disk_error, write_tensors
 from engine.config.parsing import RunConfig
 from engine.storage import atomic_folder
@@ -74,7 +74,7 @@ def test_failures_end_all_ranks_and_the_same_command_resumes(tiny, straight, tmp
     flags = recipe.flags(tiny, save_steps=2, max_failed_saves=2)
     with pytest.MonkeyPatch.context() as patch:
         if what == "final":
-            patch.setattr(model_folder, "write_card", no_card)
+            patch.setattr(model_card, "write_card", no_card)
         else:
             fail_at(range(5, 99), FULL, patch)
         codes, outputs = command(flags, tmp_path, world=2)

@@ -1,0 +1,94 @@
+"""The model card of final/ (README.md): what the Hub shows of a model, where it comes from, and how it is loaded.
+
+Tests: tests/engine/checkpointing/test_model_card.py.
+"""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from engine.checkpointing.model_folder import RUN_CONFIG
+from engine.config.addons import first_answer, used_addons
+from engine.config.redact import redact_all
+from engine.loop.train_state import Run
+from engine.models.base_model import BaseModel
+from engine.storage import hub
+from engine.storage.jsonl import lines_from_end, read_json
+
+PIPELINES = {  # the end of the name of a model's class -> its pipeline, unless a task has a `pipeline_tag`
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}
+OPTIONS = ("preference_loss", "beta")  # on which the numbers of an evaluation depend
+PACKAGES = ("transformers", "torch", "accelerate", "datasets")
+
+
+def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) -> None:
+    """Write README.md of a complete final/, and the run's configuration, which eval.py reads.
+
+    The evaluation of step `evaluated` is that of its weights; 0: there is none. `best`: a sentence about the best step."""
+    cfg, task = run.cfg, run.task
+    base, name = getattr(task, "base_model", None), cfg.model_name_or_path
+    base = base or BaseModel(name, hub.records.get(f"model {name}@{cfg.model_revision}", {}).get("commit"))
+    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
+    data = ", ".join(public_name(source) for source in sources if source)
+    start = f"Fine-tuned from {public_name(name)}" if name else "Trained from random weights"
+    parts = [
+        f"{start} on {data}; task `{cfg.task}`, seed {cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the "
+        "configuration.",
+        *(addon.model_card(cfg).strip() for addon in used_addons(cfg)),
+    ]
+    if base.name and (base.commit or base.weights):
+        version = f"commit {base.commit}" if base.commit else f"weights {base.weights}"
+        parts.append(f"Its base model is {public_name(base.name)}, {version}.")
+    if best:
+        parts.append(f"{best[0].upper()}{best[1:]}.")
+    lines = lines_from_end(Path(cfg.output_dir, "metrics.jsonl")) if evaluated else ()
+    numbers = next((line for _, line in lines if line.get("kind") == "eval" and line["step"] == evaluated), {})
+    rows = {option: config[option] for option in OPTIONS if config.get(option) is not None}
+    rows |= {metric: value for metric, value in numbers.items() if metric != "kind"}
+    if rows:
+        parts.append("\n".join(["| last evaluation | |", "|---|---|", *(f"| {key} | {rows[key]} |" for key in rows)]))
+    front = {"base_model": base.name if base.commit else None, "tags": [cfg.task]}
+    front["datasets"] = sorted({key.split()[1].partition("@")[0] for key in hub.records if key.startswith("dataset ")})
+    kind = type(task.saved(run.model.model))
+    if kind.__module__.startswith("transformers."):
+        code = _loading_lines(task, task.saved(run.model.model))
+        front["library_name"] = code[0].split()[1]
+        found = [pipeline for end, pipeline in PIPELINES.items() if kind.__name__.endswith(end)]
+        front["pipeline_tag"] = task.pipeline_tag or (found[0] if found else None)
+        parts.append("\n".join(["```python", *code, "```"]))
+    versions = read_json(Path(cfg.output_dir, "environment.json")).get("versions", {})
+    parts.append(", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions))
+    head = yaml.safe_dump({key: value for key, value in front.items() if value}, allow_unicode=True)
+    text = "\n\n".join(part for part in parts if part)
+    (folder / "README.md").write_text(f"---\n{head}---\n# {Path(cfg.output_dir).name}\n\n{text}\n", encoding="utf-8")
+    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _loading_lines(task: Any, model: Any) -> list[str]:
+    """Return lines of Python that load the model, and its tokenizer; the first one names the library."""
+    name = type(model).__name__
+    of_addon = first_answer(addon.loading_lines(model) for addon in used_addons(task.cfg))
+    lines = of_addon or [
+        f"from transformers import {name}",
+        f'model = {name}.from_pretrained(".")  # this folder, or its name',
+    ]
+    if getattr(task, "tokenizer", None) is not None:
+        lines = [lines[0], "from transformers import AutoTokenizer", *lines[1:]]
+        lines.append('tokenizer = AutoTokenizer.from_pretrained(".")')
+    return lines
+
+
+def public_name(source: str) -> str:
+    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
