@@ -10,10 +10,26 @@ import sys
 import time
 
 STARTED = time.monotonic()  # of this process
-LAUNCHER_PID = os.getppid()  # read first: the launcher may end during the imports
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]
 PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]
+
+
+def _find_launcher():
+    """Return the id of the parent process if it is a launcher, a Python program that set these variables; else 0.
+
+    They may also be exported, or left from another launch: then the parent is a shell, which may end before the run."""
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & set(os.environ):
+        return 0
+    parent = os.getppid()
+    try:
+        program = os.path.basename(os.readlink("/proc/%d/exe" % parent))
+    except OSError:  # not Linux
+        return parent
+    return parent if program.startswith("python") else 0
+
+
+LAUNCHER_PID = _find_launcher()  # now: the launcher may end during the imports
 
 
 def find_problem(version):

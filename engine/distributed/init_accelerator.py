@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from engine import startup
 from engine.config.errors import UsageError, one_line, warn
 from engine.config.run_config import RunConfig
 from engine.process import console, private_apis
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 def check_environment() -> None:
     """Raise UsageError if the launcher started one process instead of several."""
-    # accelerate launch sets both variables only if several processes were requested. Then it must set a world size.
-    several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
+    # accelerate launch sets this address only if several processes were requested. Then it must set a world size.
+    several = startup.LAUNCHER_PID and os.environ.get("MASTER_ADDR") == "127.0.0.1"
     if several and "WORLD_SIZE" not in os.environ:
         raise UsageError(
             "several processes were requested, but accelerate launch started only one (as it does for --cpu, and for "

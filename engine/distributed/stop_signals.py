@@ -188,8 +188,7 @@ def end_with_parent() -> None:
 
 
 def _launcher_has_ended() -> bool:
-    has_launcher = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
-    return has_launcher and os.getppid() != startup.LAUNCHER_PID
+    return startup.LAUNCHER_PID not in (0, os.getppid())
 
 
 def _display_name(number: signal.Signals) -> str:
