@@ -56,6 +56,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
 def begin(is_training=False, has_help=True):
     """Begin a program: exit if the installation cannot run it, end at Ctrl-C, show --help or --schema. Call it first."""
     _check_installation()
+    sys.excepthook = _end  # until run_main: imports of libraries read the environment, too
     import signal
 
     def stop(number, frame):
@@ -82,6 +83,13 @@ def begin(is_training=False, has_help=True):
 
         with suppress(OSError):  # a full disk of the output does not end a run
             os.write(1, b"Importing torch, transformers and datasets: some seconds\n")
+
+
+def _end(kind, error, trace):
+    """End as run_main does."""
+    from engine.process.exit_codes import end_process
+
+    end_process(error)
 
 
 def _check_installation():

@@ -45,8 +45,10 @@ def main(argv: list[str]) -> None:
     print("".join(f"\033[32m{text}\033[0m" if trained else text for text, trained in parts))
     if own.page:
         marked = [(html.escape(text), trained) for text, trained in parts]
+        page = Path(path_of_flag(own.page, "--page"))
+        page.parent.mkdir(parents=True, exist_ok=True)
         rewrite(
-            Path(path_of_flag(own.page, "--page")),
+            page,
             PAGE + "".join(f"<mark>{text}</mark>" if trained else text for text, trained in marked),
         )
 

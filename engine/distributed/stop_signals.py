@@ -21,7 +21,14 @@ from typing import NoReturn
 from engine import startup
 from engine.config.run_config import RunConfig
 from engine.distributed import host_group
-from engine.process.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
+from engine.process.exit_codes import (
+    EXIT_FAILED,
+    another_rank_failed,
+    exit_process,
+    is_exiting,
+    print_once,
+    training_begins,
+)
 from engine.process.run_status import EXIT_STOPPED
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -73,6 +80,7 @@ class StopSignals:
 
     def look(self, step: int | None = None) -> None:
         """Look at the launcher, the clock and the run folder. `step`: those that are done; None within an evaluation."""
+        training_begins()
         now = time.monotonic()
         if self.last_boundary is not None:
             self.step_seconds = max(self.step_seconds, now - self.last_boundary)
