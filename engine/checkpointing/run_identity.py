@@ -81,7 +81,8 @@ def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates:
     contents of data and model, too. Fields that the run file leaves to the run have the values of its checkpoint."""
     if not gives_folder(argv):
         cfg = _with_free_folder(cfg, options, has_same_rates)
-    keep_tracebacks_in(cfg.output_dir)
+    if not cfg.dry_run:
+        keep_tracebacks_in(cfg.output_dir)
     return with_values_of_run(cfg)
 
 
