@@ -151,8 +151,7 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     described = None if _training or is_out_of_memory(error) else library_errors.describe(error)
     if described:
         can_fix, text = described
-        file = library_errors.write_traceback(error)
-        text += f" (traceback: {file})" if file else ""
+        text += library_errors.write_traceback(error)
         return (EXIT_USAGE, f"error: {text}") if can_fix else (EXIT_FAILED, f"failed: {text}")
     text = f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(traceback.format_exception(error))}"
     if is_out_of_memory(error):

@@ -6,9 +6,9 @@ Tests: tests/engine/process/test_library_errors.py.
 
 import errno
 import os
+import re
 import tempfile
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -18,29 +18,17 @@ from engine.config.paths import REPOSITORY
 
 CODE = ("engine", "src", "addons", "tests", "__main__", "train", "eval", "builtins")  # no library is named so
 COMPUTING = ("torch", "numpy", "scipy", "sklearn", "triton", "pydantic")  # their errors are about values of the code
-RENDEZVOUS = "torch.distributed"  # DistNetworkError: a port in use, a host without an address
-NETWORK = (
-    RENDEZVOUS,
-    "httpx2",
-    "httpcore2",
-    "httpx",
-    "httpcore",
-    "requests",
-    "urllib",
-    "urllib3",
-    "aiohttp",
-    "botocore",
-)
+NETWORK = re.compile(r"connect|timed? ?out|network|name resolution|not known", re.I)
 LIBRARIES = "site-packages"
 ENTRIES = ("<module>", "main", "train", "run_main")  # functions that say nothing about what is being done
 
-_folder: Path | None = None
+_logs = Path(tempfile.gettempdir())  # of a program without a run folder
 
 
 def keep_tracebacks_in(folder: str | Path) -> None:
     """Choose the run folder: its logs/ get the tracebacks of errors that are printed as one sentence."""
-    global _folder
-    _folder = Path(folder)
+    global _logs
+    _logs = Path(folder, "logs")
 
 
 def describe(error: BaseException) -> tuple[bool, str] | None:
@@ -51,14 +39,15 @@ def describe(error: BaseException) -> tuple[bool, str] | None:
         return None
     steps = [frame.f_code.co_name for frame in own if frame.f_code.co_name not in ENTRIES]
     doing = (steps or ["start"])[0].strip("_").replace("_", " ")
-    kind = "" if isinstance(error, OSError | ImportError) else f"{type(error).__name__}: "
-    reason = reason_of(error)
-    file = next(_files(frames), "")
-    where = f" (file {file})" if file and kind and file not in reason else ""
-    is_of_network = isinstance(error, ConnectionError | TimeoutError) or _library(error) in NETWORK
-    is_unclear = type(error) is RuntimeError and VARIABLE not in reason
-    can_fix = not (is_of_network or is_unclear or getattr(error, "errno", None) == errno.EIO)
-    return can_fix, f"cannot {doing}: {kind}{reason}{where}"
+    text = reason_of(error)
+    if not isinstance(error, OSError | ImportError):  # these name their file or package
+        text = f"{type(error).__name__}: {text}"
+        values = (value for frame in reversed(frames) for value in [*frame.f_locals.values()])
+        files = (str(value) for value in values if isinstance(value, str | Path) and os.path.isfile(value))
+        text += next((f" (file {file})" for file in files if LIBRARIES not in file), "")
+    is_unclear = type(error) is RuntimeError and VARIABLE not in text
+    can_fix = not (is_unclear or getattr(error, "errno", None) == errno.EIO or NETWORK.search(text))
+    return can_fix, f"cannot {doing}: {text}"
 
 
 def _is_of_library(error: BaseException, frames: list[FrameType], own: list[FrameType]) -> bool:
@@ -69,7 +58,8 @@ def _is_of_library(error: BaseException, frames: list[FrameType], own: list[Fram
         return (error.name or "").partition(".")[0] not in CODE
     if isinstance(error, OSError | EOFError | UnicodeError):
         return True
-    if _library(error) not in (*CODE, *COMPUTING):
+    module = type(error).__module__
+    if module.partition(".")[0] not in (*CODE, *COMPUTING) or module == "torch.distributed":
         return isinstance(error, Exception)
     if type(error) not in (ValueError, RuntimeError, Exception):
         return False
@@ -77,32 +67,17 @@ def _is_of_library(error: BaseException, frames: list[FrameType], own: list[Fram
     return VARIABLE in reason_of(error) or (by_engine and frames[-1] is not own[-1])
 
 
-def _library(error: BaseException) -> str:
-    module = type(error).__module__
-    return module if module == RENDEZVOUS else module.partition(".")[0]
-
-
 def _is_own(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
     return path.is_relative_to(REPOSITORY) and LIBRARIES not in path.parts
 
 
-def _files(frames: list[FrameType]) -> Iterator[str]:
-    """Yield the files that the variables of the frames name, of the innermost frame first."""
-    for frame in reversed(frames):
-        for value in list(frame.f_locals.values()):
-            with suppress(OSError, ValueError):  # a text that is no path
-                if isinstance(value, str | Path) and Path(value).is_file() and LIBRARIES not in str(value):
-                    yield str(value)
-
-
 def write_traceback(error: BaseException) -> str:
-    """Append the traceback to logs/rank_N.log of the run folder. Return the path; nothing if it cannot be written."""
-    folder = Path(tempfile.gettempdir()) if _folder is None else _folder / "logs"
-    file = folder / ("traceback.txt" if _folder is None else f"rank_{os.environ.get('RANK', '0')}.log")
+    """Append the traceback to logs/rank_N.log of the run folder. Return where it is; nothing if it cannot be written."""
+    file = _logs / f"rank_{os.environ.get('RANK', '0')}.log"
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        _logs.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as log:
             log.write("".join(traceback.format_exception(error)))
-        return str(file)
+        return f" (traceback: {file})"
     return ""

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -112,4 +111,3 @@ def test_error_of_the_code_or_during_training_shows_its_traceback(files, tmp_pat
     assert "rank 0 failed:\nTraceback" in texts[0]
     assert str(error) in texts[0]
     assert "in fail" in texts[0]
-    assert not Path(tmp_path / "traceback.txt").exists()
