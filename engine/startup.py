@@ -10,10 +10,26 @@ import sys
 import time
 
 STARTED = time.monotonic()  # of this process
-LAUNCHER_PID = os.getppid()  # read first: the launcher may end during the imports
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]
 PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]
+
+
+def _find_launcher():
+    """Return the id of the parent process if it is a launcher, a Python program that set these variables; else 0.
+
+    They may also be exported, or left from another launch: then the parent is a shell, which may end before the run."""
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & set(os.environ):
+        return 0
+    parent = os.getppid()
+    try:
+        program = os.path.basename(os.readlink("/proc/%d/exe" % parent))
+    except OSError:  # not Linux
+        return parent
+    return parent if program.startswith("python") else 0
+
+
+LAUNCHER_PID = _find_launcher()  # now: the launcher may end during the imports
 
 
 def find_problem(version):
@@ -40,6 +56,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
 def begin(is_training=False, has_help=True):
     """Begin a program: exit if the installation cannot run it, end at Ctrl-C, show --help or --schema. Call it first."""
     _check_installation()
+    sys.excepthook = _end  # until run_main: imports of libraries read the environment, too
     import signal
 
     def stop(number, frame):
@@ -66,6 +83,13 @@ def begin(is_training=False, has_help=True):
 
         with suppress(OSError):  # a full disk of the output does not end a run
             os.write(1, b"Importing torch, transformers and datasets: some seconds\n")
+
+
+def _end(kind, error, trace):
+    """End as run_main does."""
+    from engine.process.exit_codes import end_process
+
+    end_process(error)
 
 
 def _check_installation():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.config.add_on import AddOn
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, how_to_install
 from engine.config.option import option
 from engine.distributed.init_accelerator import sharding_of_launch
 from engine.process import private_apis
@@ -46,7 +46,7 @@ class LowBitBase(AddOn):
                 "or remove this field"
             )
         if private_apis.bitsandbytes() is None:
-            yield f"{name}: it needs the package bitsandbytes: pip install bitsandbytes (requirements-extra.txt)"
+            yield f"{name}: it needs the package bitsandbytes: {how_to_install('bitsandbytes')}"
         sharding = sharding_of_launch()
         if int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) > 1:
             sharding = [*sharding, "tensor parallelism"]

@@ -72,10 +72,7 @@ def write(*folders: Path) -> Path:
     if len(beside.encode()) > LONGEST_NAME:
         beside = f"report_{len(paths)}_runs"
     report = paths[0] / "report.html" if len(paths) == 1 else paths[0].with_name(f"{beside}.html")
-    try:
-        rewrite(report, f"{head}{''.join(body)}</html>\n")
-    except OSError as error:
-        raise UsageError(f"{report} cannot be written: {error}") from error
+    rewrite(report, f"{head}{''.join(body)}</html>\n")
     return report
 
 

@@ -45,14 +45,16 @@ def main(argv: list[str]) -> None:
     print("".join(f"\033[32m{text}\033[0m" if trained else text for text, trained in parts))
     if own.page:
         marked = [(html.escape(text), trained) for text, trained in parts]
+        page = Path(path_of_flag(own.page, "--page"))
+        page.parent.mkdir(parents=True, exist_ok=True)
         rewrite(
-            Path(path_of_flag(own.page, "--page")),
+            page,
             PAGE + "".join(f"<mark>{text}</mark>" if trained else text for text, trained in marked),
         )
 
 
 def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether it has a loss): what the splits hold, then the first rows in the order of training."""
+    """Yield (text, whether it has a loss): what the splits hold, then the first rows of the first epoch in its order."""
     train_set = splits["train"]
     if not hasattr(train_set, "rows"):
         raise UsageError("streaming: the rows of a stream are not prepared: remove it to see them")
@@ -62,7 +64,7 @@ def preview(cfg: Any, task: Any, splits: dict, count: int) -> Iterator[tuple[str
         yield f"{name}: {format_stats(split.stats, task.unit)}{full}\n", False
     yield "".join(f"{note}\n" for note in data_notes(splits)), False
     plan = data_loader.plan_config(replace(cfg, per_device_batch_size=1, per_device_batch_tokens=None), task, train_set)
-    for micro in islice(training_order(plan, 0, 1, 0, count), count):
+    for micro in islice(training_order(plan, 0, 1, 0, plan.sizes.per_epoch), count):
         row = train_set.rows(micro.ids)[0]
         texts = [name for name in row if is_text(name)]
         yield f"\n── row {micro.ids[0]}, step {micro.step + 1}" + "\n" * (len(texts) != 1), False

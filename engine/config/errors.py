@@ -6,6 +6,7 @@ Tests: tests/engine/config/test_config.py, tests/engine/config/test_bad_input.py
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,12 @@ def warn(text: str, any_rank: bool = False) -> None:
     if any_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write, because other threads print, too
 
+
+# Variables of the environment that libraries read.
+VARIABLE = "; see the environment variable "
+SETTINGS = re.compile(
+    r"(ACCELERATE|FSDP|PARALLELISM|HF|TRANSFORMERS|TORCH|NCCL|MASTER)_|.*(RANK|WORLD_SIZE|_PROXY)$", re.I
+)
 
 said: set[str] = set()  # kinds of warnings that `warn_once` has printed in this process
 _kept: list[dict[str, Any]] = []
@@ -90,8 +97,31 @@ def one_line(error: BaseException, length: int = 300) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error message as one line; before the message of a KeyError, which is the key alone, its type."""
-    return f"KeyError: {one_line(error)}" if isinstance(error, KeyError) else one_line(error)
+    """Return an error message as one line, with the package to install, or the variable of the environment that it quotes.
+
+    Before the message of a KeyError, which is the key alone, stands its type."""
+    text = f"KeyError: {one_line(error)}" if isinstance(error, KeyError) else one_line(error)
+    if isinstance(error, ImportError):
+        named = [name for name in pinned_extras() if re.search(rf"\b{name}\b", text, re.I)]
+        return "; install it: ".join([text, *map(how_to_install, named)])
+    for name, value in os.environ.items():
+        is_word = value.lower() not in ("", "0", "1", "true", "false", "no", "yes")
+        if is_word and SETTINGS.match(name) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.I):
+            return f"{text}{VARIABLE}{name}"
+    return text
+
+
+def pinned_extras() -> dict[str, str]:
+    """Return {package: version} of requirements-extra.txt."""
+    file = Path(__file__).parents[2] / "requirements-extra.txt"
+    lines = file.read_text(encoding="utf-8") if file.exists() else ""
+    return dict(re.findall(r"^([\w-]+)==(\S+)", lines, re.M))
+
+
+def how_to_install(name: str) -> str:
+    """Return the command that installs a package, in the version of requirements-extra.txt if that has it."""
+    version = pinned_extras().get(name)
+    return f".venv/bin/pip install {name}" + (f"=={version}" if version else "")
 
 
 @contextmanager

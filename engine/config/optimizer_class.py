@@ -7,11 +7,12 @@ file may have. Tests: tests/src/training/test_optimizers.py.
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine.config.addons import addon_names, load_addon
-from engine.config.errors import UsageError, did_you_mean
+from engine.config.errors import UsageError, did_you_mean, how_to_install, pinned_extras
 from engine.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -49,9 +50,11 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
         for stem in files.values():
             elsewhere |= getattr(load_addon("optimizers", stem), "NAMES_ELSEWHERE", {})
         hints = {normalized(given): f"; did you mean {right}?" for given, right in elsewhere.items()}
+        missing = [how_to_install(stem) for stem in files.values() if stem in pinned_extras() and not find_spec(stem)]
+        packages = f" (of packages that are not installed: {', '.join(missing)})" if missing else ""
         raise UsageError(
-            f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers, whose package may be missing "
-            f"(requirements-extra.txt){hints.get(name) or did_you_mean(name, classes)}"
+            f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers{packages}"
+            f"{hints.get(name) or did_you_mean(name, classes)}"
         )
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
         hint = "use adamw or sgd, and a technique that averages weights (docs/techniques.md)"

@@ -81,7 +81,7 @@ def _text(value: Any) -> Any:
     """Return a number, bool or date, which YAML finds in words such as 2024 or no, as text."""
     if isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str | list | dict) else str(value)
+    return value if value is None or isinstance(value, str | list | dict) else str(value)
 
 
 def _number(value: Any) -> Any:
@@ -248,32 +248,22 @@ def read_words(cls: type, name: str, words: list[str]) -> Any:
 
 
 def _read_list(cls: type, name: str, words: list[str]) -> list:
-    """Return the words after the flag of a list as its items, or the list that a single word holds in YAML or JSON.
+    """Return the words after the flag of a list as its items; a word that is a list in YAML or JSON is that list.
 
-    Where an item may be a chat, a list of mappings, each of several words may hold one. One value without quotes, such as
-    [INST] or [0-9], is a text if the field takes it: a token, or a pattern of file names."""
+    A single word is the whole list, one of several is an item, such as a chat: a list of mappings."""
     (item,) = get_args(field_types(cls)[name])
     takes_chats = any(dict in get_args(part) for part in get_args(item))
-    held = [_held(word, takes_chats) for word in words]
-    if len(words) > 1:
-        is_chat = [takes_chats and any(isinstance(each, dict) for each in as_list(value)) for value in held]
-        return read_value(cls, name, [held[i] if is_chat[i] else word for i, word in enumerate(words)])
-    if held[0] is None:
-        return read_value(cls, name, words)
-    is_plain = [words[0][1:-1].strip()] == [str(each) for each in as_list(held[0]) if not isinstance(each, dict)]
-    for value in (words, held[0]) if is_plain else (held[0], words):
-        with suppress(ValueError):
-            return read_value(cls, name, value)
-    return read_value(cls, name, held[0])
+    values = [_held(word, takes_chats) for word in words]
+    return read_value(cls, name, values if len(values) > 1 else values[0])
 
 
 def _held(word: str, takes_mappings: bool) -> Any:
-    """Return the list that a word in brackets holds in YAML or JSON, or the mapping if that is taken; None: neither."""
+    """Return the list that a word in brackets holds in YAML or JSON, or the mapping if that is taken; else the word."""
     value = None
     if (word[:1], word[-1:]) in (("[", "]"), ("{", "}")):
         with suppress(yaml.YAMLError, ValueError):
             value = _read_text(word)
-    return value if isinstance(value, list) or (takes_mappings and isinstance(value, dict)) else None
+    return value if isinstance(value, list) or (takes_mappings and isinstance(value, dict)) else word
 
 
 def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:

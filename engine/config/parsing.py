@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_origin
 
 import yaml
 
@@ -31,8 +31,6 @@ CHOOSE_A_RUN = {
     "validation_file",
     "mixture",
 }
-NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
-DATA_FILES = ("train_file", "validation_file")  # `none` is no item of these lists
 HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
 TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
     "dataset_name": {"train_file", "mixture"},
@@ -115,7 +113,7 @@ def gives_folder(argv: list[str]) -> bool:
     """Return whether the command line, or its run file, names an output_dir."""
     flags, path = split_flags(argv)
     given = _given_values(flags, path, {})
-    return "output_dir" in given and given["output_dir"].value not in NOTHING
+    return "output_dir" in given and not _is_nothing(given["output_dir"].value)
 
 
 def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any, Any]:
@@ -130,12 +128,13 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     options_type = tasks[task]()
     core_type = config_type(given.keys() - field_types(options_type).keys())
     types = field_types(core_type) | field_types(options_type)
+    defaults = vars(core_type()) | vars(options_type())
     values: dict[str, Any] = {}
     errors = []
     for name, each in given.items():
         if name not in types:
             errors.append(f"{each.source}{_explain_unknown(name, task, tasks, types)}")
-        elif not _clears_field(name, each.value, types[name]):
+        elif not (_is_nothing(each.value) and defaults[name] in (None, "", [])):
             try:
                 values[name] = _read(core_type if name in field_types(core_type) else options_type, name, each)
             except ValueError as error:
@@ -153,10 +152,9 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     return cfg, options
 
 
-def _clears_field(name: str, value: Any, type_: Any) -> bool:
-    """Return whether a value is `none`, of a field that may be None or a list of files."""
-    may_be_none = type(None) in get_args(type_) or name in DATA_FILES
-    return value in NOTHING and may_be_none
+def _is_nothing(value: Any) -> bool:
+    """Return whether the words after a flag clear a field, if its default is empty, as null does in YAML."""
+    return isinstance(value, list) and [*map(str.lower, map(str, value))] in (["none"], ["null"])
 
 
 def _read(cls: type, name: str, given: Given) -> Any:
@@ -172,7 +170,7 @@ def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> 
     if path:
         given |= {name: Given(f"{path}: ", value) for name, value in read_yaml(path).items()}
     for name, words in flags.items():
-        if words not in NOTHING:
+        if not _is_nothing(words):
             for replaced in TRAINING_DATA.get(name, ()):
                 given.pop(replaced, None)
     given |= {name: Given("--", words) for name, words in flags.items()}

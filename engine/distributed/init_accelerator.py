@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from engine.config.errors import UsageError, one_line, warn
+from engine import startup
+from engine.config.errors import UsageError, how_to_install, warn
 from engine.config.run_config import RunConfig
 from engine.process import console, private_apis
 from engine.process.exit_codes import run_exit_hooks
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def check_environment() -> None:
-    """Raise UsageError if the launcher started one process instead of several."""
-    # accelerate launch sets both variables only if several processes were requested. Then it must set a world size.
-    several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
+    """Raise UsageError if the launcher started one process instead of several, or if there is none for sharding."""
+    for name in sharding_of_launch():
+        if not startup.LAUNCHER_PID and "WORLD_SIZE" not in os.environ:
+            raise UsageError(
+                f"ACCELERATE_USE_{name} is true in the environment: unset it, or start by accelerate launch"
+            )
+    # accelerate launch sets this address only if several processes were requested. Then it must set a world size.
+    several = startup.LAUNCHER_PID and os.environ.get("MASTER_ADDR") == "127.0.0.1"
     if several and "WORLD_SIZE" not in os.environ:
         raise UsageError(
             "several processes were requested, but accelerate launch started only one (as it does for --cpu, and for "
@@ -53,10 +59,10 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
         warn(f"fsdp_sharding_strategy {strategy} is ignored: set fsdp_reshard_after_forward, or take hsdp.yaml")
     complete_mesh(world_size)
     _check_float8()
+    _check_trackers(cfg.report_to)
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
-    _check_trackers(accelerator, cfg.report_to)
     precision = accelerator.mixed_precision
     if precision not in ("no", "bf16", "fp16", "fp8"):  # in the environment; accelerate would compute without it
         raise UsageError(f"ACCELERATE_MIXED_PRECISION is {precision}: give no, bf16, fp16 or fp8")
@@ -98,8 +104,8 @@ def _check_float8() -> None:
     is_installed = {"AO": is_torchao_available(), "TE": is_transformer_engine_available()}
     if not is_installed.get(backend, any(is_installed.values())):
         raise UsageError(
-            "mixed_precision is fp8 in the accelerate file, which needs the package torchao: pip install torchao "
-            "(requirements-extra.txt), or set mixed_precision to bf16 or 'no', as for a CPU"
+            f"mixed_precision is fp8 in the accelerate file, which needs the package torchao: {how_to_install('torchao')}, "
+            "or set mixed_precision to bf16 or 'no', as for a CPU"
         )
 
 
@@ -128,15 +134,12 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
         use_cpu = False
     if not sharding:  # accelerate (1.15) would give each float8 weight a new parameter, which no optimizer would train
         os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
-    try:
-        return Accelerator(
-            cpu=use_cpu or not (torch.accelerator.is_available() or sharding),
-            kwargs_handlers=[ddp, group],
-            log_with=[name for name in cfg.report_to if name != "none"] or None,
-            project_dir=cfg.output_dir,
-        )
-    except (ValueError, ImportError) as error:  # such as an unknown tracker, or a missing package of Megatron
-        raise UsageError(f"accelerate refuses the accelerate file or report_to: {one_line(error)}") from error
+    return Accelerator(
+        cpu=use_cpu or not (torch.accelerator.is_available() or sharding),
+        kwargs_handlers=[ddp, group],
+        log_with=[name for name in cfg.report_to if name != "none"] or None,
+        project_dir=cfg.output_dir,
+    )
 
 
 def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
@@ -175,11 +178,17 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
         )
 
 
-def _check_trackers(accelerator: "Accelerator", names: list[str]) -> None:
-    """Raise UsageError for a tracker that accelerate skips silently because its package is missing."""
-    missing = {*names} - {"all", "none", *map(str, accelerator.log_with)}
+def _check_trackers(names: list[str]) -> None:
+    """Raise UsageError for an unknown tracker, and for one that accelerate skips silently: its package is missing."""
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    missing = {*names} - {"all", "none", *map(str, get_available_trackers())}
+    if unknown := missing - {*LoggerType.list()}:
+        choices = ", ".join(LoggerType.list())
+        raise UsageError(f"report_to: {min(unknown)} is no tracker of accelerate: choose from {choices}")
     if missing:
-        raise UsageError(f"report_to: the package of {min(missing)} is not installed")
+        raise UsageError(f"report_to: the package of {min(missing)} is not installed: {how_to_install(min(missing))}")
 
 
 def num_nodes() -> int:

@@ -21,7 +21,14 @@ from typing import NoReturn
 from engine import startup
 from engine.config.run_config import RunConfig
 from engine.distributed import host_group
-from engine.process.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
+from engine.process.exit_codes import (
+    EXIT_FAILED,
+    another_rank_failed,
+    exit_process,
+    is_exiting,
+    print_once,
+    training_begins,
+)
 from engine.process.run_status import EXIT_STOPPED
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -73,6 +80,7 @@ class StopSignals:
 
     def look(self, step: int | None = None) -> None:
         """Look at the launcher, the clock and the run folder. `step`: those that are done; None within an evaluation."""
+        training_begins()
         now = time.monotonic()
         if self.last_boundary is not None:
             self.step_seconds = max(self.step_seconds, now - self.last_boundary)
@@ -188,8 +196,7 @@ def end_with_parent() -> None:
 
 
 def _launcher_has_ended() -> bool:
-    has_launcher = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
-    return has_launcher and os.getppid() != startup.LAUNCHER_PID
+    return startup.LAUNCHER_PID not in (0, os.getppid())
 
 
 def _display_name(number: signal.Signals) -> str:

@@ -5,6 +5,7 @@ Tests: tests/engine/config/test_dry_run.py, tests/engine/loop/test_memory.py.
 
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.techniques import Techniques
 from engine.models.base_model import tensors_of_base
 
+MANY_GROUPS = 6
 SAVED = ("checkpoints", "final")  # folders of a run
 
 
@@ -35,6 +37,21 @@ def size_rows(
         "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step, longest),
         "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
     }
+
+
+def group_rows(groups: list[dict], learning_rate: float) -> dict[str, str]:
+    """Return the row of the plan about parameter groups: what share of the trained parameters has which highest rate.
+
+    Of many groups, as with lr_layer_decay, only the lowest and the highest rate are named."""
+    sizes: Counter = Counter()
+    for group in groups:
+        rate = f"rate {learning_rate * group.get('lr_factor', 1.0):.2e}, weight decay {group.get('weight_decay', 0):g}"
+        sizes[rate] += sum(parameter.numel() for parameter in group["params"])
+    texts = [f"{size / max(1, sizes.total()):.1%}: {rate}" for rate, size in sizes.items()]
+    if len(texts) > MANY_GROUPS:
+        rates = sorted(learning_rate * group.get("lr_factor", 1.0) for group in groups)
+        texts = [f"{len(texts)} with rates of {rates[0]:.2e} to {rates[-1]:.2e}"]
+    return {"parameter groups": "; ".join(texts)}
 
 
 def _warn_of_full_disk(folder: Path, needed: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from engine.config.errors import UsageError, errors_of, may_be_removed
 from engine.text.chat_options import CHATS
 from engine.text.chat_turns import read_chat
-from engine.text.tokenize_and_pack import IGNORED
+from engine.text.tokenize_and_pack import IGNORED, tokenize
 
 Text = str | list[dict]  # a text to continue, or the turns of a chat to answer
 
@@ -33,7 +33,7 @@ def read_prompt(
     `where` begins the error for a chat that the template cannot render. `tools`: functions that the chat may call.
     `of_row`: what its row says about variables of the template, which go before `template_arguments`."""
     if isinstance(text, str):
-        ids = list(tokenizer(text)["input_ids"])
+        [ids] = tokenize(tokenizer, [text])["input_ids"]
         if len(ids) > 1 and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
             ids = ids[:-1]  # a tokenizer that ends each text would end the prompt
         if not ids and tokenizer.eos_token_id is not None:

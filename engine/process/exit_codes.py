@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config.errors import Failure, Stopped, UsageError
-from engine.process import console, run_status
+from engine.process import console, library_errors, run_status
 from engine.process.run_status import EXIT_STOPPED
 from engine.storage import jsonl
 
@@ -33,6 +33,13 @@ log = logging.getLogger("run")
 _run_folder: Path | None = None
 _hooks: list[Callable[[float | None], bool]] = []
 _exiting = False
+_training = False
+
+
+def training_begins() -> None:
+    """From now on an error of a library ends this rank with its traceback: what it was doing is not known any more."""
+    global _training
+    _training = True
 
 
 def record_exit_in(folder: str | Path) -> None:
@@ -88,7 +95,7 @@ def run_main(work: Callable[[list[str]], None]) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and _run_folder is None:  # --help; later, a library called sys.exit
             raise
-        _end(error)
+        end_process(error)
 
 
 def _prepare_output() -> None:
@@ -112,7 +119,7 @@ def _without_disk_errors(method: Callable) -> Callable:
     return call
 
 
-def _end(error: BaseException) -> NoReturn:
+def end_process(error: BaseException) -> NoReturn:
     """Log and print why this rank ends, write it to status.json, and exit."""
     rank = int(os.environ.get("RANK", 0))
     code, text = _outcome(error)
@@ -141,7 +148,12 @@ def _outcome(error: BaseException) -> tuple[int, str]:
         return EXIT_USAGE, f"error: {error}"
     if isinstance(error, Failure):
         return EXIT_FAILED, f"failed: {error}"
-    text = f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}"
+    described = None if _training or is_out_of_memory(error) else library_errors.describe(error)
+    if described:
+        can_fix, text = described
+        text += library_errors.write_traceback(error)
+        return (EXIT_USAGE, f"error: {text}") if can_fix else (EXIT_FAILED, f"failed: {text}")
+    text = f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(traceback.format_exception(error))}"
     if is_out_of_memory(error):
         text += (
             "\nThis rank ran out of memory: give half the --per_device_batch_size (the global batch stays the same; in an "

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.config.errors import UsageError, errors_of, may_be_removed, warn_once
 from engine.text.chat_options import CHATS, ChatFormat
-from engine.text.chat_turns import NO_STRUCTS, find_structs
+from engine.text.chat_turns import MEDIA_KEYS, NO_STRUCTS, find_structs
 from engine.text.row_columns import RATINGS, VARIABLES, Format, choose_format, formats_of_rows
 from engine.text.row_formats import (
     join_prompt,
@@ -134,6 +134,9 @@ class Encoder:
         for name in RATINGS:
             if name in self.format.optional:
                 _refuse_bad_answers(name, batch.get(name) or (), locations)
+        for name in {*MEDIA_KEYS} & {*self.format.optional} & {*batch}:
+            if held := [location for value, location in zip(batch[name], locations, strict=True) if value]:
+                raise UsageError(f"{held[0]}: `{name}` holds a file: this task reads text only: remove the row")
         columns: dict[str, list] = {name: [] for name in self.encoded_columns}
         for documents, location in zip(self.encode(batch, locations), locations, strict=True):
             for document in documents:

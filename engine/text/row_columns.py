@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.config.errors import UsageError, did_you_mean, warn_once
 from engine.config.option import option
+from engine.text.chat_turns import MEDIA_KEYS
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = """
@@ -17,7 +18,7 @@ MEANINGFUL = """
     image images audio video videos weight weights sample_weight loss_weight chosen rejected margin
 """
 VARIABLES = "chat_template_kwargs"  # column of the variables of the chat template
-OF_CHATS = ("tools", VARIABLES)  # columns that may stand beside chats
+OF_CHATS = ("tools", VARIABLES, *MEDIA_KEYS)  # columns that may stand beside chats; those of files have to be empty
 RATINGS = ("label", "kto_tag")  # columns of bools: whether an answer is good
 OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
@@ -116,7 +117,8 @@ def formats_of_rows(text_column: str, named: dict[str, str], features: Any) -> l
 
     rating = {name: name for name in ratings}
     label = {name: name for name in ratings if name == "label"}
-    variables = {VARIABLES: VARIABLES}
+    media = {name: name for name in MEDIA_KEYS}
+    variables = {VARIABLES: VARIABLES} | media
     of_chats = rating | names("tools", "system") | variables
     # Beside `messages`, a system text is read only if the run file names its column: it was never read there.
     system = names("system") if "system" in named else {}
@@ -128,7 +130,7 @@ def formats_of_rows(text_column: str, named: dict[str, str], features: Any) -> l
         Format("messages", {"messages": "messages"}, names("tools") | variables | system | label),
         Format("pairs of chats", pair, names("tools") | variables | system | label)
         if is_chat
-        else Format("pairs", pair, label),
+        else Format("pairs", pair, label | media),
         Format("text", {"text": text_column}, {}),
         Format("conversations", {"messages": chat_column}, of_chats),
         Format("instructions", names("instruction", "output"), names("input") | {"history": "history"} | of_chats),

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.config.errors import UsageError, did_you_mean, errors_of
+from engine.config.errors import UsageError, did_you_mean, errors_of, how_to_install
 from engine.config.paths import locate
 from engine.text.answer_prompt import QUESTION, renderer, written_by_prompt
 from engine.text.chat_options import ChatFormat, ChatOptions
@@ -172,7 +172,7 @@ def _training_template_of_trl(tokenizer: Any) -> str | None:
     Raise UsageError if trl is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError(
-            "training_template is trl, but the package trl is not installed: install it (requirements-extra.txt), or give "
+            f"training_template is trl, but the package trl is not installed: {how_to_install('trl')}, or give "
             "--training_template own"
         )
     from trl.chat_template_utils import get_training_chat_template

@@ -56,6 +56,17 @@ def _special_tokens(tokenizer) -> re.Pattern | None:
     return re.compile("|".join(f"{re.escape(begin)}(?:{'|'.join(each)})" for begin, each in ends.items()))
 
 
+def tokenize(tokenizer, *texts: list[str], **options) -> Any:
+    """Return the tokenizer's output; a text that begins with the BOS, as chat templates write it, gets no second one."""
+    encoded = tokenizer(*texts, verbose=False, **options)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    for i, ids in enumerate(encoded["input_ids"]):
+        if bos is not None and ids[:2] == [bos, bos]:
+            for values in encoded.values():
+                del values[i][0]
+    return encoded
+
+
 def tokenize_columns(
     tokenizer, batch: dict[str, list], columns: list[str], max_length: int, locations
 ) -> tuple[Any, dict[str, list]]:
@@ -70,11 +81,11 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
     """Return (the tokenizer's output, truncated to max_length; columns `length` and `cut`, the tokens truncated).
 
     `texts` holds one list of texts, or two lists for pairs."""
-    encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False, **options)
+    encoded = tokenize(tokenizer, *texts, truncation=True, max_length=max_length, **options)
     lengths = [len(ids) for ids in encoded["input_ids"]]
     complete = encoded["input_ids"]
-    if max_length in lengths:  # tokenized again without the limit, only to report how much was truncated
-        complete = tokenizer(*texts, verbose=False)["input_ids"]
+    if max(lengths, default=0) >= max_length - 1:  # again without the limit, only to report how much was truncated
+        complete = tokenize(tokenizer, *texts)["input_ids"]
     truncated = [len(ids) - length for ids, length in zip(complete, lengths, strict=True)]
     return encoded, {"length": lengths, "cut": truncated}
 
@@ -84,7 +95,7 @@ def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tupl
     is_fast = getattr(tokenizer, "is_fast", False)
     for start in range(0, len(texts), TEXTS):
         batch = texts[start : start + TEXTS]
-        encoded = tokenizer(batch, return_offsets_mapping=is_fast, verbose=False, **options)
+        encoded = tokenize(tokenizer, batch, return_offsets_mapping=is_fast, **options)
         for i, text in enumerate(batch):
             ids = list(encoded["input_ids"][i])
             if is_fast:

@@ -29,7 +29,7 @@ class RunLogger:
     def begin(self, start: Start, techniques: Techniques, lr_at: Callable[[int], float]) -> None:
         """Print the plan. If steps are left, truncate the files to the state of the run and start trackers."""
         run = self.run
-        plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, self.due.num_steps)
+        plan = plan_table(run.cfg, run.datasets, run.model, run.optimizer, techniques, lr_at, self.due.num_steps)
         notes = start.notes + run_notes(run.cfg, run.datasets)
         self.record.begin(plan | topology(run.backend, run.cfg), environment(run), notes, start.checkpoint)
 

@@ -10,7 +10,7 @@ from engine.config.addons import used_addons
 from engine.data.batch_plan import sizes_of_run
 from engine.data.prepared_split import data_notes, describe_rows, format_stats, holds_chats
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_size import size_rows
+from engine.loop.run_size import group_rows, size_rows
 from engine.loop.techniques import Techniques, make_techniques
 from engine.models.compile_and_recompute import compile_and_recompute
 from engine.process.console import table
@@ -23,16 +23,16 @@ FEW_STEPS = 10  # of an epoch: fewer are warned of
 
 
 def plan_table(
-    cfg: RunConfig, splits: dict, model: ModelWithLoss, techniques: Techniques, lr_at: Callable, total: int
+    cfg: RunConfig, splits: dict, model: ModelWithLoss, optimizer, techniques: Techniques, lr_at: Callable, total: int
 ) -> dict[str, str]:
-    """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
+    """Return the plan as {name: text}: data, steps, rates, parameters, and the memory and disk needed."""
     train_set = splits["train"]
     rows = data_rows(cfg, splits, model.task)
     rows |= step_rows(cfg, train_set, model.task, total)
     for addon in used_addons(cfg):
         rows |= addon.plan_rows(cfg, model.task, train_set, total, rows)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {format_rates(cfg, lr_at, total)}"
-    rows |= techniques.plan()
+    rows |= group_rows(optimizer.param_groups, cfg.learning_rate) | techniques.plan()
     longest = train_set.stats.get("longest") if model.task.unit == "tokens" else None
     return rows | size_rows(cfg, model, techniques, total, longest or 0)
 
@@ -104,7 +104,7 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     model = ModelWithLoss(task.build_model(empty=True) if empty else task.build_model(), task)
     techniques.change_model(model, cfg)
     compile_and_recompute(model.model, cfg)
-    make_optimizer(cfg, model, fused=False)  # freezes parameters
+    optimizer = make_optimizer(cfg, model, fused=False)  # freezes parameters
     lr_at = make_schedule(cfg, num_steps)
-    print(table(plan_table(cfg, datasets, model, techniques, lr_at, num_steps)))
+    print(table(plan_table(cfg, datasets, model, optimizer, techniques, lr_at, num_steps)))
     print(*run_notes(cfg, datasets), sep="\n")

@@ -129,8 +129,9 @@ def _token_ids(indices: Any) -> str:
 def _saved_options(folder: Path) -> dict[str, Any]:
     """Return the options of an adapter: of peft's own file, or of the run that saved a checkpoint; {} if there are none."""
     for place in (folder, folder / ADAPTER):
-        if (place / CONFIG_FILE).exists():
-            return _plain_options(read_json(place / CONFIG_FILE))
+        file = place / CONFIG_FILE
+        if file.exists():
+            return _plain_options(json.loads(file.read_text(encoding="utf-8")))
     given = read_json(folder / "state.json").get("config", {}).get("peft")
     return _plain_options(read_options(given)[1].to_dict()) if given else {}
 

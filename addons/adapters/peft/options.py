@@ -33,10 +33,8 @@ def read_options(given: dict[str, Any] | None) -> tuple[type, Any]:
     if not given:
         raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
     private_apis.bitsandbytes()  # if it is there, peft imports it
-    try:
+    with errors_of("peft"):  # such as a missing package
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-    except ImportError as error:
-        raise UsageError(f"peft: {error}; install it: pip install peft (requirements-extra.txt)") from error
     if given.get("target") is not None and given.get("target_modules") is not None:
         raise UsageError("peft: target is short for target_modules, and both are given: remove one of them")
     given = {"target_modules" if name == "target" else name: v for name, v in given.items() if v is not None}

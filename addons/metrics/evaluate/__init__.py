@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.config.addons import addon_names
-from engine.config.errors import UsageError
+from engine.config.errors import UsageError, errors_of
 from src.losses.metrics import BUILT_IN
 
 SHIPPED = "metrics/evaluate"  # this folder
@@ -29,10 +29,8 @@ def load_metric(name: str, trust_remote_code: bool):
         raise UsageError(f"metrics: {name} could be a Hub metric or the local {local}: give ./{local} for the file")
     import evaluate  # takes seconds, so only here
 
-    try:
+    with errors_of(f"metrics: {name} could not be loaded"):
         return evaluate.load(name)
-    except Exception as error:
-        raise UsageError(f"metrics: {name} could not be loaded: {error}") from error
 
 
 def _load_shipped(name: str):
@@ -42,12 +40,8 @@ def _load_shipped(name: str):
     module = import_module(f"{__name__}.{name}")
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, evaluate.Metric) and value.__module__ == module.__name__:
-            try:
+            with errors_of(f"metrics: {name}"):  # also a missing package
                 return value()
-            except ImportError as error:
-                raise UsageError(
-                    f"metrics: {name}: {error}: pip install -r requirements-extra.txt, or give other metrics"
-                ) from error
     raise UsageError(f"metrics: {module.__file__} defines no subclass of evaluate.Metric")
 
 

@@ -77,6 +77,13 @@ def test_pairs_show_both_sides(tmp_path, capsys):
     assert counts == [int((side != -100).sum()) for of_row in targets for side in of_row]
 
 
+def test_preview_ends_with_the_epoch(tmp_path, capsys):
+    """Even of a run of many epochs: each row once."""
+    rows = [{"input_ids": [i, i, i, i]} for i in range(5)]
+    text = shown(tmp_path, capsys, rows, rows=99, global_batch_size=2, per_device_batch_size=1, max_steps=50)
+    assert sorted(re.findall(r"── row (\d+), step \d+", text)) == list("01234")
+
+
 def recipes_of_all_tasks() -> list:
     """Return the recipes of the core, and of add-ons if they are here."""
     has_addons = (kit.REPOSITORY / f"{ADDON_RECIPES.replace('.', '/')}.py").exists()

@@ -90,14 +90,12 @@ USER = [{"role": "user", "content": "x"}]
         ("sample_prompts", ["[{'role': 'user', 'content': 'x'}]"], [USER]),
         ("sample_prompts", ["{role: user, content: x}"], [USER]),
         ("sample_prompts", ['["a b", [{"role": "user", "content": "x"}]]'], ["a b", USER]),
-        ("sample_prompts", ["{role: user, content: x}", "[a, b]", str(USER)], [USER, "[a, b]", USER]),
+        ("sample_prompts", ["{role: user, content: x}", "a, b", str(USER)], [USER, "a, b", USER]),
+        ("add_tokens", ["[INST]"], ["INST"]),
+        ("metrics", ["[none]"], ["none"]),
         # texts, as they are
-        ("add_tokens", ["[INST]"], ["[INST]"]),
-        ("add_tokens", ["[a, b]", "[INST]"], ["[a, b]", "[INST]"]),
-        ("add_tokens", ["[[a], b]"], ["[[a], b]"]),
-        ("add_tokens", ["{a: b}"], ["{a: b}"]),
+        ("add_tokens", ["{a: b}", "a", "[INST] b [/INST]"], ["{a: b}", "a", "[INST] b [/INST]"]),
         ("train_file", ["[ab].jsonl"], ["[ab].jsonl"]),
-        ("train_file", ["[0-9]"], ["[0-9]"]),
         ("sample_prompts", ["[a] b"], ["[a] b"]),
         ("sample_prompts", ["def f(x): return [x]"], ["def f(x): return [x]"]),
     ],
@@ -115,7 +113,19 @@ def test_none_on_the_command_line_clears_a_field(here):
     assert cfg.max_eval_examples is None
     cfg, _ = parsed("--validation_file", "none", validation_file="b.jsonl", train_file="a.jsonl")
     assert (cfg.validation_file, cfg.train_file) == ([], ["a.jsonl"])
+    given = {"add_tokens": ["<a>"], "profile_steps": [2, 3], "freeze": ["a"], "report_to": ["wandb"], "output_dir": "a"}
+    cfg, options = parsed(*(word for name in given for word in (f"--{name}", "None")), **given)
+    assert {name: vars(cfg)[name] for name in given} == {name: [] for name in given} | {"output_dir": "runs/run"}
+    assert options.metrics != parsed("--metrics", "none")[1].metrics == ["none"]  # its default is not empty
     assert "--seed: 'none'" in errors("--seed", "none")
+
+
+@pytest.mark.parametrize("name", ["add_tokens", "train_file", "freeze", "sample_prompts", "profile_steps"])
+@pytest.mark.parametrize("words", [['["<a>", ""]'], ['["<a>", null]'], ["[[[a]], b]"], ["[a, b]", "c"]])
+def test_wrong_list_of_a_flag_is_refused(here, name, words):
+    """As in a run file, and never read as one text."""
+    assert f"--{name}: " in errors(f"--{name}", *words)
+    assert f"run.yaml: {name}: " in errors(**{name: ["<a>", [["a"]]]})
 
 
 @pytest.mark.parametrize("old", ["dataset_name", "train_file", "mixture"])

@@ -8,6 +8,7 @@ import pytest
 
 import train
 from engine.config.errors import UsageError
+from engine.config.run_config import RunConfig
 from tests.helpers import kit, plain_task
 
 
@@ -58,6 +59,9 @@ def test_dry_run_prints_the_plan(files, tmp_path):
     steps = "64 of 32 examples = 2.00 epochs of 32 steps; the last step of an epoch has 11 examples"
     assert row(output, "steps") == steps
     assert row(output, "tokens") == f"{2 * tokens:,} in the whole run"
+    shares = re.findall(r"([\d.]+)%: rate 1\.00e-03, weight decay ([\d.]+)", row(output, "parameter groups"))
+    assert [float(decay) for _, decay in shares] == [RunConfig.weight_decay, 0.0]
+    assert sum(float(share) for share, _ in shares) == pytest.approx(100, abs=0.11)
     corners = re.findall(r"([\d.e+-]+) at step (\d+)", row(output, "learning rate"))
     assert corners == [("0.00e+00", "0"), ("1.00e-03", "4"), ("5.33e-04", "32"), ("1.67e-05", "63")]
     # embeddings and head 2 × 500 × 32; a layer: q, o 32 × 32, k, v 32 × 16, three of 32 × 64, two norms of 32; one norm

@@ -45,7 +45,6 @@ def test_two_copies_of_two_tensor_parallel_groups_leave_a_shard_size(monkeypatch
         ({"FSDP_IGNORED_MODULES": ".*mlp", "FSDP_VERSION": "2"}, "fsdp_ignored_modules"),  # their gradients stay apart
         ({"FSDP_VERSION": "1"}, "fsdp_version is 1"),
         ({}, "fsdp_version is 1"),  # accelerate's default
-        ({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron is not installed"),
     ],
 )
 def test_files_of_others_are_refused_in_one_sentence(monkeypatch, variables, said):

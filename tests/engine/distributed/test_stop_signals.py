@@ -207,6 +207,19 @@ def test_launcher_that_ends_while_data_is_prepared(tiny, tmp_path, monkeypatch):
     assert "Stopped before training began: the launcher has ended" in rank.text()
 
 
+@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="elsewhere the variables have to do")
+@pytest.mark.parametrize(
+    "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_USE_FULLGRAPH", "TORCHELASTIC_RUN_ID"]
+)
+def test_variable_of_a_launcher_in_a_shell_is_no_launcher(name):
+    """Else a run under nohup would stop when its shell ends."""
+    program = [sys.executable, "-c", "from engine import startup; print(startup.LAUNCHER_PID)"]
+    for command, parent in ((["bash", "-c", '"$@"; true', "-", *program], 0), (program, os.getpid())):
+        options = {"env": kit.PLAIN_ENVIRONMENT | {name: "no"}, "cwd": kit.REPOSITORY, "text": True, "check": True}
+        done = subprocess.run(command, stdout=subprocess.PIPE, **options)
+        assert int(done.stdout) == (0 if name == "ACCELERATE_MIXED_PRECISION" else parent)
+
+
 def test_files_save_and_stop(tiny, tmp_path):
     ranks, folder = begin(tmp_path, recipe(tiny)), tmp_path / "run"
     (folder / "save").touch()

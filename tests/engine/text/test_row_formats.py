@@ -382,11 +382,16 @@ ALPACA = {"instruction": "def", "output": "if"}
             "turn 1 has the role 'gpt'.*counted",
         ),
         ({"prompt": turns(USER), "completion": turns(USER)}, "`completion` has no turn after those of `prompt`"),
+        ({"messages": turns(USER, ASSISTANT), "images": ["cat.png"]}, "`images` holds a file"),
+        ({"conversations": [HUMAN, GPT], "image": "cat.png"}, "`image` holds a file"),
+        ({"prompt": "def x", "completion": "y", "videos": ["a.mp4"]}, "`videos` holds a file"),
+        (ALPACA | {"audios": ["a.wav"]}, "`audios` holds a file"),
     ],
 )
 def test_bad_rows_are_refused(tokenizer, row, words):
     good = {"conversations": [HUMAN, GPT], "prompt": turns(USER), "completion": turns(ASSISTANT)} | ALPACA
-    if row.get("prompt") == "if":
+    good["messages"] = turns(USER, ASSISTANT)
+    if isinstance(row.get("prompt"), str):
         good["prompt"] = "def x"  # a column holds one type
     first = {name: good.get(name, True if name in ("label", "kto_tag") else None) for name in row}
     with pytest.raises(UsageError, match=f"row 1: .*{words}"):

@@ -4,10 +4,12 @@ import timeit
 
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
+from engine.models.prompts import read_prompt
 from engine.text import tokenize_and_pack
-from engine.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes
+from engine.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes, tokenize_truncated
 from tests.helpers import kit
 
 SAID = {
@@ -54,6 +56,28 @@ def test_text_is_text_if_special_tokens_are_split(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / "tokenizer"), split_special_tokens=True)
     tokenize_and_pack.warn_of_special_tokens(tokenizer, ["<|pad|>"], "text", ["here"])
     assert not capsys.readouterr().err
+
+
+def test_text_that_begins_with_the_bos_gets_no_second_one(tmp_path):
+    """As `apply_chat_template(tokenize=False)` writes it: in rows of texts and of pairs, in prompts, and if truncated."""
+    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path / "plain"))
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    added = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=added)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    fields = {"tokenizer_name": tmp_path / "tokenizer", "cache_dir": tmp_path / "cache"}
+    fields["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
+    for columns in (("text",), ("prompt", "completion")):
+        rows = [dict.fromkeys(columns, "abc"), {**dict.fromkeys(columns, "abc"), columns[0]: "<s>abc"}]
+        task, splits = kit.open_data(train_file=kit.write_jsonl(tmp_path / f"{columns[0]}.jsonl", rows), **fields)
+        one, other = kit.all_rows(splits["train"])
+        assert one["input_ids"].tolist() == other["input_ids"].tolist()
+        assert one["input_ids"].tolist().count(tokenizer.bos_token_id) == 1
+        assert one["bytes"] == other["bytes"]
+    assert read_prompt(task.tokenizer, "<s>abc", "here").ids == read_prompt(task.tokenizer, "abc", "here").ids
+    encoded, counts = tokenize_truncated(task.tokenizer, [["<s>abcde", "abcde"]], 4)
+    assert [len(values[0]) for values in encoded.values()] == [3, 3]
+    assert counts == {"length": [3, 4], "cut": [3, 2]}
 
 
 def test_bytes_of_gaps_and_special_tokens():

@@ -1,6 +1,7 @@
 """Parameter groups: patterns of names, rates that fall from layer to layer, frozen parameters."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
+from engine.loop.model_with_loss import ModelWithLoss
+from engine.loop.run_size import group_rows
 from src.training.optimizers import layer_depths, make_optimizer
 from tests.helpers import kit, technique_runs
 
@@ -69,6 +72,23 @@ class TwoLists(torch.nn.Module):
         self.between = torch.nn.LayerNorm(2)
         self.decoder = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
         self.head = torch.nn.Linear(2, 2)
+
+
+def test_plan_has_the_rates_of_groups(tmp_path):
+    """A pattern's rate and decay; of the groups of many layers, the lowest and the highest rate."""
+    task, _ = kit.open_data(**technique_runs.files(tmp_path))
+    groups = {"*.mlp.*": {"lr_factor": 0.2, "weight_decay": 0.3}}
+    for given, said in (
+        ({"parameter_groups": groups}, r"rate 2\.00e-04, weight decay 0\.3"),
+        (
+            {"lr_layer_decay": 0.5, "parameter_groups": GROUPS},
+            r"^\d+ with rates of \d",
+        ),
+    ):
+        cfg = RunConfig(learning_rate=1e-3, weight_decay=0.1, **given)
+        model = ModelWithLoss(task.build_model(), task)
+        row = group_rows(make_optimizer(cfg, model, fused=False).param_groups, 1e-3)["parameter groups"]
+        assert re.search(said, row), row
 
 
 def test_depths_count_layers_in_the_order_of_the_model():
