@@ -35,6 +35,7 @@ RUNS = {
 
 def train(kind: str, base: Path, folder: Path) -> Path:
     """Fine-tune a tiny Llama, whose tokenizer is in `base`, on prompts and completions; return the run folder."""
+    kit.need_task("causal_lm")
     fields = RUNS[kind]
     if "peft" in fields:
         kit.need_addon("adapters/peft")
