@@ -167,3 +167,16 @@ def test_greedy_tokens_of_llama_cpp(converted):
     for prompt, expected in greedy(final):
         stream = model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
         assert [next(stream) for _ in expected] == expected
+
+
+def test_llama_cpp_tokenizes_as_transformers_does(converted):
+    import llama_cpp
+
+    final, file = converted
+    model, tokenizer = llama_cpp.Llama(str(file), vocab_only=True, verbose=False), AutoTokenizer.from_pretrained(final)
+    generator = np.random.default_rng(1)
+    # transformers adds no space before a text that begins with one, SentencePiece does.
+    lines = ["a" + "".join(generator.choice([*" aeo\n", "é", "cat", "the", "ran"], 12)) for _ in range(200)]
+    lines += [" ".join(generator.choice(WORDS, 12)) for _ in range(200)]
+    differs = [line for line in lines if model.tokenize(line.encode(), add_bos=True) != tokenizer(line)["input_ids"]]
+    assert differs == []
