@@ -17,6 +17,8 @@ from engine.config.errors import UsageError
 from engine.models import base_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from datasets import Dataset, Features
 
 
@@ -156,6 +158,13 @@ class Task:
     def wrap_gradient(self, compute: Callable) -> Callable:
         """Return `compute_gradient` of train.py, or what takes its place: for a loss over the whole batch."""
         return compute
+
+    def write_files(self, folder: "Path", tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """Write further files of a checkpoint or final/, such as those that other programs read; return the tensors that
+        are the model's.
+
+        Every rank calls it with the tensors that it writes; what needs none of them is written by rank 0."""
+        return tensors
 
     def model_config(self) -> dict[str, Any]:
         """Return config.json for a model without `save_pretrained`; `load` reads it by `saved_config(cfg)`."""

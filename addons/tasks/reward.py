@@ -63,6 +63,7 @@ class Task(base.Task):
         if text_config(self.config).model_type not in POSITIONS_AFTER_PADDING:
             text_config(self.config).pad_token_id = self.tokenizer.pad_token_id
         self.config.num_labels = 1
+        self.config.problem_type = "regression"  # else pipelines and servers give the sigmoid of the reward
         self.config.use_cache = False
         self.row_settings = (self.vocab_size, self.max_length, False, "", o.append_eos)
         self.chat_format = make_chat_format(self.tokenizer, o)

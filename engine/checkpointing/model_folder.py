@@ -38,6 +38,8 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
         base.write(folder)  # before the add-ons write what they have trained
     for addon in used_addons(task.cfg):
         tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
+    tensors = task.write_files(folder, tensors, rank)
+    own_files = {*folder.iterdir()} if rank > 0 else set()
     if base is not None:
         _write_without_weights(task, model, folder)
     elif not hasattr(model, "save_pretrained"):
@@ -56,7 +58,7 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
         _set_dtype(folder / "config.json", tensors)
     if rank > 0:  # rank 0 writes the other files for all
         for path in folder.iterdir():
-            if path.suffix != ".safetensors":
+            if path.suffix != ".safetensors" and path not in own_files:
                 path.unlink()
         return
     _write_tokenizer(task, folder)

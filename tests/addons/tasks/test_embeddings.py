@@ -1,4 +1,5 @@
-"""Text embeddings: vectors of each text alone, the loss and the ranks by hand, a temperature that is trained and kept."""
+"""Text embeddings: vectors of each text alone, the loss and the ranks by hand, a temperature that is trained and kept,
+files of sentence-transformers."""
 
 import json
 import math
@@ -6,9 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertTokenizerFast
 
 from addons.tasks import embeddings as contrastive
+from addons.tasks.embeddings.sentence_transformers_files import read_base
+from engine.config.errors import UsageError
 from tests.conformance.recipes import BERT
 from tests.helpers import kit
 
@@ -40,17 +44,18 @@ def texts_of(folder, file) -> list[list[str]]:
 
 def vectors_by_hand(folder, model, rows, pooling="mean") -> torch.Tensor:
     """Return (rows, texts, features) unit vectors, each text alone."""
+    of_token = {"cls": 0, "lasttoken": -1}
     tokenizer, found = AutoTokenizer.from_pretrained(folder / "tokenizer"), []
     for row in rows:
         for text in row:
             with torch.no_grad():
                 hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
-            vector = hidden[0] if pooling == "cls" else hidden.mean(0)
+            vector = hidden.mean(0) if pooling == "mean" else hidden[of_token[pooling]]
             found.append(vector / vector.norm())
     return torch.stack(found).unflatten(0, (len(rows), -1))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 def test_vectors_are_those_of_each_text_alone(folder, pooling):
     task, splits = kit.open_data(**recipe(folder, pooling=pooling, temperature=0.1))
     model = task.build().eval()
@@ -105,7 +110,8 @@ def test_evaluation_by_hand(folder, tmp_path):
     fields = {"global_batch_size": 10, "per_device_batch_size": 3, "per_device_eval_batch_size": 4, "max_steps": 6}
     fields |= {"learning_rate": 1e-2, "learn_temperature": True}
     run = kit.run_training(2, tmp_path / "run", *kit.flags(**recipe(folder, **fields)))
-    scale = math.exp(run.weights["logit_scale"].item())
+    scale = math.exp(json.loads((run.folder / "final/temperature.json").read_text())["logit_scale"][0])
+    assert "logit_scale" not in run.weights  # a server refuses a weight that the model does not have
     assert abs(scale - 20) > 0.1  # trained, from a temperature of 0.05
     model = AutoModel.from_pretrained(run.folder / "final").eval()
     rows = texts_of(folder, "validation.jsonl")
@@ -118,6 +124,26 @@ def test_evaluation_by_hand(folder, tmp_path):
     by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:], names)
     assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
     assert 0 < line["mrr"] < 1
+
+
+def test_temperature_of_sharded_runs_and_of_an_older_one(folder, tmp_path):
+    """Any rank may write it. A checkpoint of an earlier version has it among the weights."""
+    fields = {"global_batch_size": 10, "per_device_batch_size": 5, "max_steps": 3, "learn_temperature": True}
+    flags = kit.flags(**recipe(folder, **fields | {"learning_rate": 1e-2}))
+    runs = [kit.run_training(1, tmp_path / "one", *flags)]
+    runs.append(kit.run_training(2, tmp_path / "two", *flags, env=kit.where("fsdp2", 2, mixed_precision="no")))
+    one, two = (json.loads((run.folder / "final/temperature.json").read_text())["logit_scale"] for run in runs)
+    assert one == pytest.approx(two, rel=1e-9) != pytest.approx([math.log(20)], rel=1e-6)
+
+    final = runs[1].folder / "final"
+    task, _ = kit.open_data(**recipe(folder, learn_temperature=True))
+    assert task.build(str(final)).logit_scale.tolist() == two
+    (final / "temperature.json").unlink()
+    weights = load_file(final / "model-00001-of-00002.safetensors")
+    save_file(
+        weights | {"logit_scale": torch.tensor(one)}, final / "model-00001-of-00002.safetensors", {"format": "pt"}
+    )
+    assert task.build(str(final)).logit_scale.tolist() == torch.tensor(one).tolist()
 
 
 def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys):
@@ -134,14 +160,97 @@ def test_ratings_of_pairs_are_warned_about(folder, tmp_path, capsys):
     assert "train data: the column label is not used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True, "pooling_mode_max": False}])
-def test_other_pooling_than_that_of_sentence_transformers_is_warned_about(folder, tmp_path, capsys, mode):
-    model = tmp_path / "model"
+# ---- sentence-transformers ---------------------------------------------------------------------------------------------
+
+PROMPTS = {"prompts": {"query": "dog ", "passage": "cat b ", "topic": "j "}, "default_prompt_name": "topic"}
+
+
+def base_of_sentence_transformers(folder, pooling, modules=("Transformer", "Pooling"), length=9):
+    """Save a tiny BERT with the files of sentence-transformers, as it writes them; return the fields of a run on it."""
+    model = folder / "model"
     AutoModel.from_config(AutoConfig.for_model(**BERT, vocab_size=18)).save_pretrained(model)
     (model / "1_Pooling").mkdir()
-    (model / "1_Pooling/config.json").write_text(json.dumps({"embedding_dimension": 32, "include_prompt": True} | mode))
-    fields = recipe(folder, model_name_or_path=model)
-    del fields["model_config"]
-    for pooling in ("cls", "mean"):
-        kit.open_data(**fields, pooling=pooling)
-        assert ("pooling is mean, but" in capsys.readouterr().err) == (pooling == "mean")
+    files = {
+        "modules.json": [{"path": f"{i}_{name}" if i else "", "type": f"x.{name}"} for i, name in enumerate(modules)],
+        "1_Pooling/config.json": {"embedding_dimension": 32, "include_prompt": True} | pooling,
+        "sentence_bert_config.json": {"max_seq_length": length},
+        "config_sentence_transformers.json": PROMPTS,
+    }
+    for name, value in files.items():
+        (model / name).write_text(json.dumps(value))
+    return {"model_name_or_path": model, "model_config": None}
+
+
+@pytest.mark.parametrize(
+    "given", [{"pooling_mode": "lasttoken"}, {"pooling_mode_lasttoken": True, "pooling_mode_max": False}]
+)
+def test_pooling_length_and_prompts_of_the_base_model(folder, tmp_path, capsys, given):
+    fields = {
+        name: value
+        for name, value in (recipe(folder) | base_of_sentence_transformers(tmp_path, given)).items()
+        if value
+    }
+    task, splits = kit.open_data(**fields)
+    assert (task.pooling, task.max_length) == ("lasttoken", 9)
+    row, texts = splits["train"].rows(np.arange(1))[0], texts_of(folder, "train.jsonl")[0]
+    for i, prompt in enumerate(("dog ", "cat b ", "cat b ")):
+        ids = task.tokenizer(prompt + texts[i], truncation=True, max_length=9)["input_ids"]
+        assert row[f"ids_{i}"].tolist() == ids
+    assert capsys.readouterr().err.count("pooling") == 0
+
+    task.write_files(tmp_path, {}, 0)  # what a run writes is such a base model, too
+    written = read_base(tmp_path)
+    assert (written.pooling, written.max_length, written.not_used) == ("lasttoken", 9, ())
+    assert (written.prompt("query"), written.prompt("document"), written.prompt()) == ("dog ", "cat b ", "j ")
+
+    task, splits = kit.open_data(**fields, pooling="mean", max_length=20, anchor_prompt="", positive_prompt="b")
+    assert (task.pooling, task.max_length, task.prompts) == ("mean", 20, ("", "b", "b"))
+    assert "pooling is mean, but" in capsys.readouterr().err
+
+
+def test_what_is_not_used_of_the_base_model_is_named(folder, tmp_path, capsys):
+    other = base_of_sentence_transformers(tmp_path, {"pooling_mode": "max"}, ("Transformer", "Pooling", "Dense"))
+    fields = {name: value for name, value in (recipe(folder) | other).items() if value}
+    with pytest.raises(UsageError, match="--pooling"):
+        kit.open_data(**fields)
+    kit.open_data(**fields, pooling="cls")
+    assert "Dense" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A Llama whose tokenizer has a chat template, and the fields of a run on it."""
+    folder = tmp_path_factory.mktemp("chat_model")
+    tokenizer = kit.tiny_tokenizer(folder / "model", [" ".join(WORDS)] * 3, chat_template=kit.CHATML)
+    kit.save_model(tokenizer, kit.LLAMA)
+    rows = [{"anchor": f"dog {a}", "positive": f"cat {a} {b}"} for a in WORDS for b in WORDS]
+    fields = {"task": "embeddings", "train_file": kit.write_jsonl(folder / "rows.jsonl", rows), "max_steps": 3}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 8, "learning_rate": 1e-2, "cache_dir": folder / "cache"}
+    return fields | {"model_name_or_path": tokenizer, "learn_temperature": True}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
+def test_sentence_transformers_gives_the_vectors_of_the_run(chat_model, tmp_path, pooling):
+    """Texts are longer than max_length, and the tokenizer has a chat template, which it would wrap around them."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    prompts = {"anchor_prompt": "query: ", "positive_prompt": "text: "}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**chat_model, **prompts, pooling=pooling, max_length=9))
+    final = run.folder / "final"
+    further = chat_model | {"model_name_or_path": final}  # takes all three from final/
+    task, splits = kit.open_data(**further)
+    rows = splits["train"].rows(np.arange(121))
+    model = task.build().eval()
+    with torch.no_grad():
+        vectors = task.represent(model, task.collate(rows, False).inputs)["vectors"]
+    vectors[:, 0] /= model.logit_scale.exp()
+    texts = [json.loads(line) for line in chat_model["train_file"].read_text().splitlines()]
+    loaded = sentence_transformers.SentenceTransformer(str(final), device="cpu")
+    for i, (encode, name) in enumerate(((loaded.encode_query, "anchor"), (loaded.encode_document, "positive"))):
+        theirs = torch.tensor(encode([row[name] for row in texts]))
+        assert torch.allclose(theirs, vectors[:, i], rtol=0, atol=1e-6)
+    assert loaded.max_seq_length == 9
+    assert max(len(row["ids_1"]) for row in rows) == 9
+    loaded.save(str(tmp_path / "saved"))  # a base model as this version writes it
+    again, _ = kit.open_data(**further | {"model_name_or_path": tmp_path / "saved"})
+    assert (again.pooling, again.max_length, again.prompts) == (pooling, 9, task.prompts)

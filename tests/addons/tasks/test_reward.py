@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from engine.config.errors import UsageError
 from tests.addons.tasks import recipes
@@ -152,3 +152,7 @@ def test_transformers_gives_the_rewards_of_the_run(tmp_path):
     assert line["rejected_reward"] == pytest.approx(rewards[1].mean().item(), rel=1e-9)
     assert line["reward_accuracy"] == pytest.approx((rewards[0] > rewards[1]).double().mean().item())
     assert line["weight"] == len(rows)
+    judge, text = pipeline("text-classification", str(final), dtype=torch.float64), recipes.SENTENCE
+    with torch.no_grad():
+        reward = model(**tokenizer(text, return_tensors="pt")).logits.item()
+    assert judge(text)[0]["score"] == pytest.approx(reward, rel=1e-6)  # and not its sigmoid

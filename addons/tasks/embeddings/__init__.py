@@ -2,9 +2,11 @@
 """Text embeddings: a contrastive loss (InfoNCE) over pairs of texts; negatives are the other texts of the global batch.
 
 A row is {"anchor": "…", "positive": "…"}; with --negative_column it has a hard negative as well. The loss does not
-change with the micro-batch or the number of processes. Tests: tests/addons/tasks/test_embeddings.py.
+change with the micro-batch or the number of processes. final/ is a model of sentence-transformers, and a base model of
+that kind keeps its pooling, length and prompts. Tests: tests/addons/tasks/test_embeddings.py.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,19 @@ import torch.nn.functional as F
 import xxhash
 from safetensors import safe_open
 
+from addons.tasks.embeddings.sentence_transformers_files import DOCUMENT, KEYS, BaseFiles, read_base, write_files
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn, warn_once
 from engine.config.option import option
 from engine.config.paths import locate
 from engine.models.build_model import build_model
-from engine.models.config_and_tokenizer import load_text_encoder, model_folder
+from engine.models.config_and_tokenizer import (
+    config_value,
+    load_text_encoder,
+    model_folder,
+    position_limit,
+    text_config,
+)
 from engine.models.packed_attention import call_on_tokens
 from engine.storage.jsonl import read_json
 from engine.task import Batch
@@ -30,6 +39,8 @@ from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_c
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
 RATINGS = ("label", "labels", "score", "similarity", "similarity_score")  # columns that may say that a pair is none
+TEMPERATURE = "temperature.json"  # the learned one: no program that loads model.safetensors knows such a weight
+NO_LIMIT = 1 << 30  # a tokenizer without a limit has 1e30
 TIE = 1e-5  # cosine similarities closer than this are equal
 
 
@@ -38,17 +49,28 @@ class Options:
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
-        "tokens per text; longer texts are truncated (default: the model's limit, at most 1024)",
+        "tokens per text; longer texts are truncated (default: that of a sentence-transformers model, else the model's "
+        "limit, at most 1024)",
         min=2,
         from_checkpoint=True,
     )
     anchor_column: str = option("column of the first text of a pair", "anchor", from_checkpoint=True)
     positive_column: str = option("column of the text that belongs to it", "positive", from_checkpoint=True)
     negative_column: str | None = option("column of a similar text that does not", from_checkpoint=True)
-    pooling: str = option(
-        "vector of a text: the mean over its tokens, or its first token",
-        "mean",
-        choices=("mean", "cls"),
+    anchor_prompt: str | None = option(
+        "text before each anchor (default: the prompt `query` of a sentence-transformers model)",
+        may_be_empty=True,
+        from_checkpoint=True,
+    )
+    positive_prompt: str | None = option(
+        "text before each positive and negative (default: the prompt `document` of a sentence-transformers model)",
+        may_be_empty=True,
+        from_checkpoint=True,
+    )
+    pooling: str | None = option(
+        "vector of a text: the mean over its tokens, its first token, or its last one (default: that of a "
+        "sentence-transformers model, else mean)",
+        choices=tuple(KEYS),
     )
     temperature: float = option("the loss divides cosine similarities by this", 0.05, above=0)
     learn_temperature: bool = option("train the temperature, from that value", False)
@@ -61,20 +83,38 @@ class Task(BatchLossTask):
     def load(self) -> None:
         o = self.options
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(self.cfg, o.max_length)
-        if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
+        self._read_base()
+        if self.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
-        name = self.cfg.model_name_or_path
-        pooling = read_json(Path(model_folder(self.cfg, name), "1_Pooling/config.json")) if name else {}
-        modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
-        if pooling and not any(mode.startswith(o.pooling) for mode in [*modes, pooling.get("pooling_mode") or ""]):
-            warn(f"pooling is {o.pooling}, but 1_Pooling/config.json of {name} (sentence-transformers) says otherwise")
         self.config.use_cache = False
         self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
+
+    def _read_base(self) -> None:
+        """Set pooling, length and prompts: those of the options, else of a base model of sentence-transformers."""
+        o, name = self.options, self.cfg.model_name_or_path
+        self.base = base = read_base(Path(model_folder(self.cfg, name))) if name else BaseFiles()
+        if base.pooling and o.pooling not in (None, base.pooling):
+            warn(f"pooling is {o.pooling}, but that of {name} (sentence-transformers) is {base.pooling}")
+        self.pooling = o.pooling or base.pooling or "mean"
+        if self.pooling not in KEYS:
+            raise UsageError(
+                f"pooling of {name} is {self.pooling}, which is not supported: give --pooling {' or '.join(KEYS)}"
+            )
+        if base.not_used:
+            warn(
+                f"{name} (sentence-transformers) has what this task does not use and final/ does not have: {', '.join(base.not_used)}"
+            )
+        if base.is_complete and o.max_length is None:
+            lengths = (base.max_length or self.tokenizer.model_max_length, position_limit(self.config) or math.inf)
+            self.max_length = min(*lengths) if min(*lengths) < NO_LIMIT else self.max_length
+        anchor = base.prompt("query") if o.anchor_prompt is None else o.anchor_prompt
+        positive = base.prompt(*DOCUMENT) if o.positive_prompt is None else o.positive_prompt
+        self.prompts = (anchor, positive, positive)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        return repr((self.tokenizer_text, self.max_length, self.columns))
+        return repr((self.tokenizer_text, self.max_length, self.columns, self.prompts))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
@@ -95,7 +135,9 @@ class Task(BatchLossTask):
         columns, lengths = {}, np.zeros((len(self.columns), len(batch[self.columns[0]])), np.int64)
         truncated = np.zeros(lengths.shape[1], np.int64)
         for i, column in enumerate(self.columns):
-            encoded, counts = tokenize_columns(self.tokenizer, batch, [column], self.max_length, locations)
+            # A value that is no text is refused by its column.
+            texts = [f"{self.prompts[i]}{text}" if isinstance(text, str) else text for text in batch[column]]
+            encoded, counts = tokenize_columns(self.tokenizer, {column: texts}, [column], self.max_length, locations)
             columns[f"ids_{i}"], lengths[i] = encoded["input_ids"], counts["length"]
             truncated += counts["cut"]
             if (lengths[i] == 0).any():
@@ -128,15 +170,31 @@ class Task(BatchLossTask):
     def _logit_scale(self, weights: str | None, dtype: torch.dtype) -> torch.nn.Parameter:
         """Return the learned scale: its value in `weights`, else in the pretrained model, else that of the options.
 
-        `save_pretrained` writes it, but `from_pretrained` ignores it. FSDP2 cannot shard a scalar: one dimension."""
+        FSDP2 cannot shard a scalar: one dimension."""
         name = self.cfg.model_name_or_path
-        folder = locate(weights) if weights else name and model_folder(self.cfg, name)
+        place = locate(weights) if weights else name and model_folder(self.cfg, name)
         value = torch.full((1,), -math.log(self.options.temperature))
-        for path in sorted(Path(folder).glob("model*.safetensors")) if folder else ():
+        if not place:
+            return torch.nn.Parameter(value.to(dtype))
+        folder = Path(place)
+        if (folder / TEMPERATURE).exists():
+            value = torch.tensor(read_json(folder / TEMPERATURE)["logit_scale"], dtype=torch.float64)
+        for path in sorted(folder.glob("model*.safetensors")):  # of a run that began with an earlier version
             with safe_open(path, "pt") as file:
                 if "logit_scale" in file.keys():  # noqa: SIM118 (safe_open is no dict)
                     value = file.get_tensor("logit_scale")
         return torch.nn.Parameter(value.to(dtype))
+
+    def write_files(self, folder: Path, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """Write the learned temperature and the files of sentence-transformers; return the weights of the model."""
+        own = {name: value.double().tolist() for name, value in tensors.items() if name in self.new_head}
+        if own:
+            (folder / TEMPERATURE).write_text(json.dumps(own) + "\n")
+        if rank == 0:
+            dimension = config_value(text_config(self.config), "hidden_size")
+            prompts = dict(zip(("query", "document"), self.prompts, strict=False))
+            write_files(folder, self.base, self.pooling, self.max_length, dimension, prompts)
+        return {name: value for name, value in tensors.items() if name not in own}
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `vectors`, (rows, texts, features): unit vectors, but anchors are divided by the temperature."""
@@ -144,8 +202,13 @@ class Task(BatchLossTask):
         hidden = call_on_tokens(model, {"input_ids": ids, "attention_mask": mask}).last_hidden_state
         hidden = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
         real = torch.ones_like(ids) if mask is None else mask
-        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-        pooled = hidden[:, 0] if self.options.pooling == "cls" else mean
+        counts = real.sum(1, keepdim=True)
+        if self.pooling == "mean":
+            pooled = (hidden * real[..., None]).sum(1) / counts
+        elif self.pooling == "cls":
+            pooled = hidden[:, 0]
+        else:
+            pooled = hidden.take_along_dim(counts[..., None] - 1, 1).squeeze(1)
         texts = F.normalize(pooled, dim=-1).unflatten(0, (-1, len(self.columns)))
         scale = model.logit_scale.exp() if self.options.learn_temperature else 1 / self.options.temperature
         numbers = {} if model.training else {"texts": inputs["texts"]}  # equal for equal texts
