@@ -158,7 +158,7 @@ MEANS = {
     MeanLoss: "`loss` of `loss` in training .* is a mean",
     MeanInTraining: "`loss` of `loss` in training .* is a mean",
     MeanInEvaluation: "`right` of `loss` in evaluation .* is a mean",
-    ConstantWeight: "the weight .* is a mean",
+    ConstantWeight: "the weight that `collate` returns is 1 for",
     MeanOfBatchSums: "`labels` .* is a mean",
     ComparesRows: "is not a sum over the rows",
 }

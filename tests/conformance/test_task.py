@@ -10,7 +10,7 @@ import yaml
 from engine.config import parsing
 from engine.data.dataset import prepare_datasets
 from engine.task_registry import MODULES, OPTIONS, make_task
-from engine.tools.task_checks import check_collate, check_loss
+from engine.tools.task_checks import check_collate, check_loss, check_weight
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -87,8 +87,9 @@ def test_evaluation_is_a_function_of_the_rows(opened):
 @pytest.mark.parametrize("training", [True, False])
 def test_batches_repeat_and_sums_add_up(opened, training):
     """Generators have the seed of the micro-batch, and keep it; the mistakes that this finds: test_mistakes.py."""
-    task, _, model, rows = opened
+    task, splits, model, rows = opened
     check_collate(task, rows, training)
+    check_weight(task, splits["train"])
     check_loss(task, model, rows, training, checks.TOLERANCE, checks.ROUNDING)
 
 
@@ -102,9 +103,8 @@ def test_shortened_rows_have_fewer_tokens(opened):
 
 def test_loss_is_a_sum_over_independent_rows(opened):
     task, _, model, rows = opened
-    checks.check_rows_are_independent(task, model, rows, training=False)
-    if not checks.is_random(task, rows):
-        checks.check_rows_are_independent(task, model, rows, training=True)
+    for training in (False, True):
+        checks.check_rows_are_independent(task, model, rows, training)
 
 
 def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):

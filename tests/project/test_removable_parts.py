@@ -82,8 +82,15 @@ def test_rest_is_imported_without_one_of_them(tmp_path, name):
 
 
 ROOMS = sorted(path.name for path in (kit.REPOSITORY / "addons").glob("[!_]*") if path.is_dir())
-MANIFEST_TEST = "tests/project/test_manifest.py"  # it is about the whole template
-ABOUT_FILES = ["tests/project", "tests/engine/config/test_schema.py", "tests/engine/test_task_registry.py"]
+ABOUT_FILES = [
+    *(
+        f"tests/project/test_{name}.py"
+        for name in ("requirements", "addon_imports", "addon_rows", "pages", "named_models")
+    ),
+    "tests/project/test_readme.py::test_pages_name_what_exists",
+    "tests/engine/config/test_schema.py",
+    "tests/engine/test_task_registry.py",
+]
 
 
 @pytest.mark.cluster
@@ -96,7 +103,7 @@ def test_core_is_whole_without_a_room_of_addons(tmp_path, room):
     (folder / "configs" / "schema.json").write_text(schema)
     run(folder, "train.py", "--help", "all")
     run(folder, "-m", "pytest", "--collect-only", "-q", "tests", "--ignore", "tests/addons")
-    run(folder, "-m", "pytest", "-q", "--fast", "-m", "not cluster", "--ignore", MANIFEST_TEST, *ABOUT_FILES)
+    run(folder, "-m", "pytest", "-q", "-m", "not cluster", *ABOUT_FILES)
 
 
 @pytest.mark.cluster
