@@ -271,14 +271,13 @@ def check_loss(
 
 def check_metrics(task: Task, sums: dict[str, float]) -> None:
     """Raise Failure if `metrics` of the same sums are others after those of other sums, or if it keeps something."""
-    weight = sums["weight"]
 
-    def compute(factor: int) -> dict[str, float]:
-        return task.metrics({name: factor * value for name, value in sums.items() if name != "weight"}, factor * weight)
+    def compute(share: float) -> dict[str, float]:
+        return task.metrics({name: share * value for name, value in sums.items() if name != "weight"}, sums["weight"])
 
-    first = compute(1)
-    compute(2)
-    again = check_keeps_no_state(task, "metrics", lambda: compute(1))
+    first = compute(0.5)
+    check_keeps_no_state(task, "metrics", lambda: [compute(1), compute(0.25)])
+    again = compute(0.5)
     if json.dumps(first, default=float) != json.dumps(again, default=float):
         raise Failure(
             f"{place(task)}: `metrics` returns {first} and then {again} for the same sums: it must keep no state, because a "

@@ -56,6 +56,12 @@ def test_mutant_mean_is_named(data, kind):
         check(data, kind)
 
 
+@pytest.mark.parametrize("kind", mutants.STATE | mutants.WEIGHTS, ids=lambda kind: kind.__name__)
+def test_mutant_state_or_weight_is_named(data, kind):
+    with pytest.raises(Failure, match=f"task fork .*{(mutants.STATE | mutants.WEIGHTS)[kind]}"):
+        check(data, kind)
+
+
 # ---- a host that waits for the device in each step -------------------------------------------------------------------
 
 

@@ -169,6 +169,35 @@ def test_mutant_loss_is_named(language_model, monkeypatch, message):
         checks.check_rows_are_independent(task, model, rows, training=False)
 
 
+@pytest.mark.parametrize("needs_training_batch", [False, True])
+def test_mutant_loss_that_compares_rows_is_named_under_a_random_collate(
+    language_model, monkeypatch, needs_training_batch
+):
+    """A multiple of the loss that is the same for every row twice, only in training."""
+    task, model, rows = language_model
+    loss, collate = task.loss, task.collate
+
+    def masked(rows, training):
+        batch = collate(rows, training)
+        batch.inputs.pop("target_positions", None)  # then each tensor has the rows as its first dimension
+        ids = batch.inputs["input_ids"]
+        kept = {"kept": torch.rand(ids.shape) > 0.1} if training else {}
+        return batch._replace(inputs=batch.inputs | kept | {"input_ids": ids * kept.get("kept", 1)})
+
+    def compared(model, inputs):
+        inputs = dict(inputs)
+        factor = inputs["targets"].double().std(correction=0) if model.training else 1
+        if needs_training_batch and model.training:
+            factor = factor * inputs.pop("kept").any()
+        return {name: value * factor for name, value in loss(model, inputs).items()}
+
+    monkeypatch.setattr(task, "collate", masked)
+    checks.check_rows_are_independent(task, model, rows, training=True)
+    monkeypatch.setattr(task, "loss", compared)
+    with pytest.raises(AssertionError, match="depends on the rows"):
+        checks.check_rows_are_independent(task, model, rows, training=True)
+
+
 def test_mutant_augmentation_in_evaluation_is_named(language_model, monkeypatch):
     task, _, rows = language_model
     collate = task.collate
