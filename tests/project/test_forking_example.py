@@ -108,7 +108,7 @@ def test_examples_pass_the_checks_of_the_suite(forecasting, tmp_path, monkeypatc
 
 
 def test_rows_from_a_database_and_computed_rows(forecasting, tmp_path, monkeypatch):
-    """A row that is added to the database makes the data again; computed rows are trained on as they are."""
+    """A row that is added to the database, or changed, makes the data again; computed rows are trained on as they are."""
     readings, waves = blocks("Rows of your own", "python")
     flags = [*forecasting, *kit.flags(max_steps=4, save_steps=2, logging_steps=1)]
     flags = [
@@ -127,7 +127,11 @@ def test_rows_from_a_database_and_computed_rows(forecasting, tmp_path, monkeypat
             cfg, options = parsing.parse([*flags, "--dataset_name", "readings"], OPTIONS)
             splits = prepare_datasets(cfg, make_task(cfg, options))
             counts.append([len(splits[name]) for name in ("train", "validation")])
+        database.execute("update readings set series = ? where number = 1", (json.dumps([0.5] * 30),))
+        database.commit()
+        updated = prepare_datasets(cfg, make_task(cfg, options))
     assert counts == [[50, 10], [55, 10]]
+    assert updated["validation"].rows(np.array([0]))[0]["past"].tolist() == [0.5] * 24
 
     flags = [*flags, "--dataset_name", "waves"]
     module = add_sample("waves", waves, tmp_path, monkeypatch)
