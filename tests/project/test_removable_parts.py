@@ -83,10 +83,7 @@ def test_rest_is_imported_without_one_of_them(tmp_path, name):
 
 ROOMS = sorted(path.name for path in (kit.REPOSITORY / "addons").glob("[!_]*") if path.is_dir())
 ABOUT_FILES = [
-    *(
-        f"tests/project/test_{name}.py"
-        for name in ("requirements", "addon_imports", "addon_rows", "pages", "named_models")
-    ),
+    *(f"tests/project/test_{name}.py" for name in ("requirements", "addon_imports", "addon_rows")),
     "tests/project/test_readme.py::test_pages_name_what_exists",
     "tests/engine/config/test_schema.py",
     "tests/engine/test_task_registry.py",
