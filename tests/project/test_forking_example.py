@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
@@ -68,7 +69,7 @@ def forecasting(tmp_path, monkeypatch):
         yield make_flags(names["forecasting"], tmp_path)
 
 
-def test_whole_task_of_a_plain_module(forecasting, tmp_path):
+def test_whole_task_of_a_plain_module(forecasting, tmp_path, monkeypatch, capsys):
     """It passes the checks of the suite; below it also runs on two processes."""
     flags = forecasting
     cfg, options = parsing.parse(flags, OPTIONS)
@@ -83,6 +84,12 @@ def test_whole_task_of_a_plain_module(forecasting, tmp_path):
     assert " rows/s ETA" in log
     assert "203 rows, 1,218 targets" in log
     assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
+    [script] = blocks("Use a run from a script", "python")
+    monkeypatch.setattr(sys, "argv", ["next_values.py", str(one.folder)])
+    exec(script, {})
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model = task.build_model(str(one.folder / "final"))
+    assert shown == model(torch.arange(24.0, dtype=torch.float64)[None]).tolist()
 
 
 @pytest.mark.parametrize("name", ["forecasting", "gan", "calm_lm"])
