@@ -22,4 +22,4 @@ lock: .venv/done ## take the newest versions that pyproject.toml allows into uv.
 	$(VENV)/python .ci/lock.py
 
 manifest: .venv/done ## in the template only: write engine/MANIFEST after you changed a file that `make update` brings to copies
-	@$(VENV)/python -m engine.tools.manifest
+	@$(call need,tests/project) $(VENV)/python -m engine.tools.manifest

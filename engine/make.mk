@@ -118,9 +118,8 @@ test-cluster: .venv/done ## test core and add-ons on FSDP2, HSDP, ZeRO, two node
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting
-	$(VENV)/ruff check .
-	$(VENV)/ruff format --check .
-	$(VENV)/pyrefly check
+	@failed=0; for tool in 'ruff check .' 'ruff format --check .' 'pyrefly check'; do \
+	echo "$(VENV)/$$tool"; $(VENV)/$$tool || failed=1; done; exit $$failed
 
 format: .venv/done ## fix style and formatting
 	$(VENV)/ruff check --fix .
@@ -140,7 +139,7 @@ same: .venv/done ## compare the numbers of this folder with those of the commit 
 	@test -n '$(BASE)' || { echo "error: give BASE=commit" >&2; exit 2; }
 	@$(call need,addons/tools/same.py) $(VENV)/python -m addons.tools.same '$(BASE)' $(ARGS)
 
-fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …"] [NAME=…], no other add-ons
+fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …", or none] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
 	@$(call need,addons/tools/fork.py) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
 

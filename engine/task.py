@@ -64,6 +64,10 @@ class Task:
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     pipeline_tag: str = ""  # of the Hub, for the model card, where the name of the model's class does not tell it
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
+    # Set by the loop before each step, on every process: the share of the run's steps that are done, 0 in the first step.
+    # For a loss with a schedule: read it in `loss` while `model.training`. It depends on max_steps; an evaluation, and
+    # eval.py, must not read it, nor `collate`, whose processes have the value of their start.
+    progress: float = 0.0
     encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
 
     def __init__(self, cfg: Any, options: Any):

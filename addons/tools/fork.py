@@ -2,9 +2,10 @@
 
     make fork DEST=folder [TASKS="causal_lm seq2seq"] [ADDONS="adapters/peft techniques"] [NAME=my-project]
 
-Without TASKS and ADDONS, the copy has all add-ons; else only these and what they need, with the tests that
-addons/README.md names for them (of several: if it has all of them), and no run file that names a missing add-on.
-What is about the template stays here: tests/project/, its check, its figures and its README.
+Without TASKS and ADDONS, the copy has all add-ons; else only these and what they need (ADDONS=none: none), with the tests
+that addons/README.md names for them (of several: if it has all of them), and no run file that names a missing add-on.
+What is about the template stays here: tests/project/, its check, its figures and its README. AGENTS.md loses each
+sentence that names what the copy lacks, and other pages the links to it.
 Tests: tests/addons/tools/test_fork.py.
 """
 
@@ -15,8 +16,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import textwrap
+import tomllib
+from pathlib import Path, PurePosixPath
 
+from engine.config.addons import known_addons
 from engine.config.errors import UsageError, did_you_mean
 from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
 from engine.process.exit_codes import run_main
@@ -42,7 +46,7 @@ make update      # a newer engine: docs/forking.md
 | where | whose |
 |---|---|
 | `train.py`, `eval.py`, `src/`, `tests/src/`, `configs/`, `accelerate_configs/`, `samples/`, `docs/` | yours to edit |
-| `engine/`, `addons/` and their tests | the template's: used as they are, replaced by `make update FROM=…` |
+| `engine/`, the add-ons and their tests | the template's: used as they are, replaced by `make update FROM=…` |
 
 Add-ons: {addons}.
 
@@ -50,9 +54,15 @@ Add-ons: {addons}.
 pages in `docs/` are those of the template: they also name add-ons and tests that are only there.
 """
 NOTE = """
-> A copy of the template. What this page says of `tests/project/`, of `CHANGELOG.md` and of add-ons that are not here is
-> about the template; `make` says so if a target needs one. Edit `train.py`, `eval.py` and `src/`: `make update` replaces
-> `engine/` and `addons/`.
+> A copy of the template. Edit `train.py`, `eval.py` and `src/`: `make update` replaces `engine/` and the add-ons.
+"""
+CITATION = """cff-version: 1.2.0
+title: {name}
+message: If this project helped your work, please cite it.
+type: software
+authors:
+  - name: The authors of {name}
+references:
 """
 
 
@@ -67,30 +77,99 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     here = addon_files.addons_in(REPOSITORY)
     kept = chosen(here, tasks, addons) if tasks or addons else here
     missing = {*here} - {*kept}
-    page = REPOSITORY / "addons" / "README.md"
     files = [file for file in files_of_checkout() if not file.startswith(OF_THE_TEMPLATE)]
-    left_out = addon_files.of_missing_addons(files, page.read_text(encoding="utf-8"), kept, missing)
+    left_out = addon_files.of_missing_addons(REPOSITORY, files, kept, missing)
     gone = addon_files.with_rooms(missing) - addon_files.with_rooms(kept)
     left_out |= {file for file in files if names_one(file, gone)}
     for file in files:
         if file not in left_out:
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / file, target / file, follow_symlinks=False)  # CLAUDE.md is a link to AGENTS.md
-    write_pages(target, name, kept)
     schema = subprocess.run([sys.executable, "train.py", "--schema"], cwd=target, check=True, capture_output=True)
     (target / SCHEMA_FILE.relative_to(REPOSITORY)).write_bytes(schema.stdout)
+    write_pages(target, name, kept)
+    rename(target / "uv.lock", name)
     write_manifest(target)
+    rename(target / "pyproject.toml", name)  # an edit of the copy, which `make update` keeps
     return kept
 
 
 def write_pages(target: Path, name: str, kept: list[str]) -> None:
-    """Write the README.md of a copy, and a note into its AGENTS.md."""
+    """Write README.md and CITATION.cff of a copy, and adapt its AGENTS.md and its links."""
     addons = ", ".join(sorted(kept)) or "none"
     version = (target / VERSION).read_text(encoding="utf-8").strip()
     (target / "README.md").write_text(README.format(name=name, version=version, addons=addons), encoding="utf-8")
+    lines = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8").splitlines(keepends=True)
+    of_template = [line for line in lines if not line.startswith(("cff-version", "message"))]
+    reference = "".join(("    " if i else "  - ") + line for i, line in enumerate(of_template))
+    (target / "CITATION.cff").write_text(CITATION.format(name=name) + reference, encoding="utf-8")
     page = target / "AGENTS.md"
     title, _, rest = page.read_text(encoding="utf-8").partition("\n")
-    page.write_text(f"{title}\n{NOTE}{rest}", encoding="utf-8")
+    page.write_text(f"{title}\n{NOTE}{true_in(target, rest)}", encoding="utf-8")
+    for page in target.rglob("*.md"):
+        if not page.is_symlink():
+            page.write_text(without_dead_links(target, page), encoding="utf-8")
+
+
+def rename(file: Path, name: str) -> None:
+    """Give pyproject.toml, or uv.lock, the name of the copy in place of the template's."""
+    template = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    normalized = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "copy"
+    text = file.read_text(encoding="utf-8").replace(f'name = "{template["name"]}"', f'name = "{normalized}"')
+    text = text.replace(f'description = "{template["description"]}"', f"description = {json.dumps(name)}")
+    file.write_text(text, encoding="utf-8")
+
+
+# ---- pages of a copy -------------------------------------------------------------------------------------------------
+
+
+def without_dead_links(target: Path, page: Path) -> str:
+    """Return the text of a page without links to files that the copy lacks; their words stay."""
+
+    def words(link: re.Match) -> str:
+        path = link[2].partition("#")[0]
+        in_template = (REPOSITORY / page.relative_to(target)).parent / path
+        return link[1] if in_template.exists() and not (page.parent / path).exists() else link[0]
+
+    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", words, page.read_text(encoding="utf-8"))
+
+
+def true_in(target: Path, text: str) -> str:
+    """Return a page without the sentences, lines of code and rows of tables that name what `target` lacks."""
+    kept, is_code = [], False
+    beginning = re.compile(r"(\n*)( *(?:\d+\. |[*-] )?)")  # of a block: empty lines, and the sign of a list
+    for block in re.split(r"\n(?=```|\n|[*|>#-] |\|| *\d+\. |make )", text):
+        is_code ^= block.startswith("```")
+        if is_code or block.lstrip("\n").startswith(("|", "#")) or not names_missing(target, block):
+            kept += [] if names_missing(target, block) else [block]
+            continue
+        empty_lines, sign = beginning.match(block).groups()  # pyrefly: ignore[missing-attribute]
+        sentences = re.split(r"(?<=[.]) +(?=[A-Z`\[*])", " ".join(block[len(empty_lines + sign) :].split()))
+        true = [sentence for sentence in sentences if not names_missing(target, sentence)]
+        indent = " " * len(sign)
+        filled = textwrap.fill(
+            " ".join(true), 120, initial_indent=sign, subsequent_indent=indent, break_on_hyphens=False
+        )
+        kept += [empty_lines + filled] * bool(true)
+    return "\n".join(kept)
+
+
+def names_missing(target: Path, text: str) -> bool:
+    """Return whether a text names a file, a folder or a target of make that the template has and `target` lacks."""
+    for name in re.findall(r"[\w./-]*\w(?:/|\.(?:py|md|yaml|json)\b)[\w./-]*", text):
+        path = PurePosixPath(name)
+        while not (REPOSITORY / path).exists():  # addons/tasks/NAME.py: is the room there?
+            path = path.parent
+        if not (target / path).exists():
+            return True
+    rules = (target / "engine" / "make.mk").read_text(encoding="utf-8") + (target / "Makefile").read_text(
+        encoding="utf-8"
+    )
+    for name in re.findall(r"\bmake ([a-z-]+)", text):
+        rule = re.search(rf"^{name}:.*\n((?:\t.*\n)+)", rules, re.M)
+        if rule and not all((target / need).exists() for need in re.findall(r"call need,([\w./]+)", rule[1])):
+            return True
+    return False
 
 
 # ---- files of the checkout -------------------------------------------------------------------------------------------
@@ -118,43 +197,38 @@ def _git_files(which: str) -> list[str]:
 
 
 def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
-    """Return the add-ons that TASKS and ADDONS (ROOM/NAME, or ROOM for all in it) name, and those that they need."""
+    """Return the add-ons that TASKS and ADDONS (ROOM/NAME, ROOM for all in it, or none) name, and those that they need."""
     for task in tasks:
         if task not in OPTIONS:
             raise UsageError(
                 f"TASKS: unknown task {task!r}{did_you_mean(task, OPTIONS)}; there are {', '.join(OPTIONS)}"
             )
     names = addon_files.with_rooms(here)
+    if addons == ["none"]:
+        addons = []
     for name in addons:
         if name not in names:
             raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, names)}; addons/README.md lists them")
-    wanted: set[str] = {f"tasks/{task}" for task in tasks} | set(addons)
-    kept: list[str] = []
-    while more := [addon for addon in here if addon not in kept and {addon, addon.split("/")[0]} & wanted]:
-        kept += more
-        wanted |= {need for addon in more for need in needs(addon)}
-    return kept
-
-
-def needs(addon: str) -> list[str]:
-    """Return the add-ons that the files of this one name in a first line such as `# Needs addons/tasks/seq2seq/.`"""
-    path = REPOSITORY / "addons" / addon
-    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
-    first_lines = [file.read_text(encoding="utf-8").partition("\n")[0] for file in files]
-    needed = re.findall(r"\baddons/([\w/]+)", " ".join(line for line in first_lines if line.startswith("# Needs ")))
-    return [name.strip("/") for name in needed]
+    wanted = {f"tasks/{task}" for task in tasks} | {*addons}
+    kept = [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
+    wanted |= {
+        PurePosixPath(need).with_suffix("").relative_to("addons").as_posix()
+        for need in addon_files.needed_by(REPOSITORY, kept)
+    }
+    return [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
 
 
 def names_one(file: str, gone: set[str]) -> bool:
     """Return whether a run file names one of these add-ons: by its task, a technique, an optimizer or a field."""
     if not re.fullmatch(r"configs/[\w.]+\.yaml", file):
         return False
-    values = read_yaml(REPOSITORY / file)
-    fields = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
-    rooms = {"tasks": "task", "optimizers": "optim", "schedules": "lr_scheduler_type"}
-    named = {f"{room}/{values.get(field)}" for room, field in rooms.items()}
-    named |= {f"techniques/{name}" for name in values.get("techniques") or ()}
-    named |= {fields[name].get("x-add-on", "").removeprefix("addons/") for name in values if name in fields}
+    known, values = known_addons(), read_yaml(REPOSITORY / file)
+    options = {
+        name for name, addon in known.items() if addon.startswith("addons/tasks/")
+    }  # other tasks may have them, too
+    words = {*values} - options | {f"{field}={value}" for field, value in values.items()}
+    words |= {f"techniques={name}" for name in values.get("techniques") or ()}
+    named = {known[word].removeprefix("addons/") for word in words & known.keys()}
     return bool(named & gone)
 
 

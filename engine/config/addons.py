@@ -23,6 +23,7 @@ from engine.config.paths import REPOSITORY, SCHEMA_FILE
 from engine.config.run_config import RunConfig, config_class
 
 ADDONS = REPOSITORY / "addons"
+NAMED_BY = {"tasks": "task", "techniques": "techniques", "optimizers": "optim", "schedules": "lr_scheduler_type"}
 
 
 def addon_names(room: str) -> list[str]:
@@ -38,11 +39,22 @@ def addon_names(room: str) -> list[str]:
     return sorted(names)
 
 
-def missing_need(file: Path) -> str | None:
-    """Return what the first line of an add-on's file names (`# Needs addons/tasks/distillation/.`), if it is not here."""
+def needs_of(file: Path) -> list[str]:
+    """Return the paths that the first line of an add-on's file names (`# Needs addons/tasks/distillation/ and …`)."""
     with file.open(encoding="utf-8") as lines:
-        need = re.match(r"# Needs (addons/[\w/]+(?:\.py)?)", lines.readline())
-    return need[1] if need and not (REPOSITORY / need[1]).exists() else None
+        first = lines.readline()
+    return re.findall(r"\baddons/[\w/]+(?:\.py)?", first) if first.startswith("# Needs ") else []
+
+
+def missing_need(file: Path) -> str | None:
+    """Return the first path that an add-on's file needs, or that one of these needs, and that is not here."""
+    for need in needs_of(file):
+        path = REPOSITORY / need
+        path = path / "__init__.py" if path.is_dir() else path
+        missing = missing_need(path) if path.exists() else need
+        if missing:
+            return missing
+    return None
 
 
 def load_addon(room: str, name: str) -> ModuleType:
@@ -111,20 +123,30 @@ def run_config(**values: Any) -> RunConfig:
 
 
 def missing_addon(name: str, value: Any = None) -> str | None:
-    """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here.
-
-    configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
-    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
-    rules = schema.get(name, {})
-    room = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
-    is_named_by_value = room and value in rules.get("enum", ())
-    addon = f"addons/{room}/{value}" if is_named_by_value else rules.get("x-add-on")
+    """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here, or lacks what it needs."""
+    known = known_addons()
+    addon = known.get(f"{name}={value}") or known.get(name)
     if not addon:
         return None
-    room, _, addon_name = addon.removeprefix("addons/").rpartition("/")
-    if addon_name in addon_names(room):
+    path = REPOSITORY / addon
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    missing = missing_need(file) if file.exists() else str(file.relative_to(REPOSITORY))
+    if not missing:
         return None
-    return f"{name}: this is of the add-on {addon}, which is not here, or what it needs: restore it, or do not use it"
+    return f"{name}: the add-on {addon} needs {missing}, which is not here: restore it and what it imports, or do not use it"
+
+
+def known_addons() -> dict[str, str]:
+    """Return {field, or FIELD=VALUE: path of its add-on}: of those that are here, and of those that were once.
+
+    configs/schema.json keeps the names of add-ons that were removed, and of those that `make fork` has left out."""
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8")) if SCHEMA_FILE.exists() else {}
+    known = dict(schema.get("x-add-ons", {}))
+    for room, field in NAMED_BY.items():
+        known |= {f"{field}={name}": f"addons/{room}/{name}" for name in addon_names(room)}
+    for addon in addons_with_fields():
+        known |= dict.fromkeys(declared_options(addon), addon.__module__.replace(".", "/"))
+    return known
 
 
 def used_addons(cfg: RunConfig) -> list[AddOn]:

@@ -123,7 +123,7 @@ def _default(value: Any) -> str:
 
 def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
-    from engine.config.addons import addons_with_fields
+    from engine.config.addons import addon_names, addons_with_fields, known_addons
     from engine.config.option import declared_options, json_schema
     from engine.config.run_config import RunConfig, config_class
 
@@ -132,14 +132,16 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     if fields_of_copy:  # they come last
         properties[fields_of_copy[0]].setdefault("x-group", "your fields")
     for addon in addons_with_fields():
-        path = addon.__module__.replace(".", "/")
-        properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon).items()}
+        properties |= json_schema(addon)
     properties["task"]["enum"] = list(tasks)
     options = {task: json_schema(options_type()) for task, options_type in tasks.items()}
     # A name that only a task has is declared empty here, so that "additionalProperties" accepts it, and in full below.
     names: dict[str, dict] = {}
     for fields in options.values():
         names |= {name: {} for name in fields}
+    addons = known_addons()
+    for task in addon_names("tasks"):
+        addons |= dict.fromkeys(options[task], addons[f"task={task}"])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "run file of train.py",
@@ -147,6 +149,7 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
         "additionalProperties": False,
         "properties": properties | names,
         "allOf": [_options_if_task(task, fields, properties["task"]["default"]) for task, fields in options.items()],
+        "x-add-ons": dict(sorted(addons.items())),
     }
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.data.sources import Source
 
 AT_ONCE = 1_000_000  # rows whose lengths are computed together
+HASHED = 16  # rows of each split whose values are in the identity of a run
 CHECKED = 4  # first rows that are computed twice before a run, besides the last one
 
 
@@ -176,10 +177,10 @@ def open_computed_rows(source: "Source") -> ComputedSplit | None:
         "tokens": sum(int(block.sum()) for block in lengths),
         "longest": max(int(block.max()) for block in lengths),
         "splits": [source.split],
-        "rows": content_key(computed, count, lengths),
     }
     split = ComputedSplit(computed, file, stats)
     _check_rows(split, ComputedSplit(again, file, stats))
+    stats["rows"] = content_key(split, lengths)
     return split
 
 
@@ -191,16 +192,28 @@ def _count(computed: ComputedRows, file: Path) -> int:
     return int(count)
 
 
-def content_key(computed: ComputedRows, count: int, lengths: list[np.ndarray]) -> str:
-    """Return a hash of what decides the rows: code of the file and of its base classes, split, count, `depends_on`."""
+def content_key(split: ComputedSplit, lengths: list[np.ndarray]) -> str:
+    """Return a hash of what decides the rows: code of the file and of its base classes, split, count, `depends_on`; and of
+    some rows, which may depend on more than the file says."""
+    computed = split.computed
+    some = split.rows(np.unique(np.linspace(0, len(split) - 1, HASHED).astype(np.int64)))
     classes = [cls for cls in type(computed).__mro__ if cls not in (ComputedRows, object)]
     code = code_hash([*shared_sample_files(), *{Path(inspect.getfile(cls)) for cls in classes}])
     of_lengths = xxhash.xxh3_128()
     for block in lengths:
         of_lengths.update(block.tobytes())
     depends = depends_on(inspect.getmodule(type(computed)))
-    parts = (code, computed.split, count, of_lengths.hexdigest(), depends)
+    rows = [(name, _summary(row[name])) for row in some for name in sorted(row)]
+    parts = (code, computed.split, len(split), of_lengths.hexdigest(), depends, rows)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _summary(value: Any) -> str:
+    """Return a text for a value of a row. Of real numbers it has three digits of a sum: processors round differently."""
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        return f"{array.shape} {np.abs(np.nan_to_num(array)).ravel() @ np.linspace(1, 2, array.size):.3g}"
+    return f"{array.shape} {array.tobytes().hex() if array.dtype.kind in 'biuSU' else type(value).__name__}"
 
 
 def _check_rows(split: ComputedSplit, again: ComputedSplit) -> None:

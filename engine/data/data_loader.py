@@ -38,10 +38,19 @@ def train_batches(
     pin_memory = backend.accelerator.device.type == "cuda"
     step_batches = getattr(train_set, "step_batches", None)
     if step_batches is not None:
-        return step_batches(backend, state, pin_memory)
-    plan = plan_config(cfg, task, train_set)
-    order = training_order(plan, backend.data_rank, backend.data_world_size, state.step, num_steps)
-    return group_by_step(read_batches(train_set, task, order, cfg, pin_memory))
+        batches = step_batches(backend, state, pin_memory)
+    else:
+        plan = plan_config(cfg, task, train_set)
+        order = training_order(plan, backend.data_rank, backend.data_world_size, state.step, num_steps)
+        batches = group_by_step(read_batches(train_set, task, order, cfg, pin_memory))
+    return with_progress(task, batches, state.step, num_steps)
+
+
+def with_progress(task: Task, batches: Iterator, step: int, num_steps: int) -> Iterator:
+    """Yield the batches of a run of `num_steps` steps from `step` on, with `task.progress` of their step."""
+    for number, batch in enumerate(batches, start=step):
+        task.progress = number / num_steps
+        yield batch
 
 
 def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:

@@ -31,23 +31,24 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     """Load the task's tokenizer and configuration, and return the prepared splits that the run file names.
 
     The key "validation" is missing if there is no validation data."""
+    load_task(cfg, task, wanted)
+    with writes_to(cache_root(cfg), "cache_dir"):
+        return _load_splits(cfg, task, wanted)
+
+
+def load_task(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> None:
+    """Load the task's tokenizer and configuration, as they are before rows are encoded."""
     task.load()
     if "train" in wanted:
         if cfg.add_tokens:
             check_tokens(task, cfg.add_tokens)
         for each in used_addons(cfg):
             each.check_task(cfg, task)
-    with writes_to(cache_root(cfg), "cache_dir"):
-        return _load_splits(cfg, task, wanted)
 
 
-def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
-    import datasets
-
-    console.reroute()
-    datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
-
-    # Resolve all names before any download or preparation, so that errors come within seconds.
+def resolve_sources(cfg: RunConfig, wanted=("train", "validation")) -> dict[str, dict[str, Source]]:
+    """Return the sources of each split by name, with their files downloaded; nothing is prepared yet, so that errors of
+    names come within seconds."""
     by_split: dict[str, dict[str, Source]] = {split: _find(cfg, split) for split in wanted}
     for split, sources in by_split.items():
         for source in sources.values():
@@ -56,9 +57,16 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
             if source.computed:
                 _check_computed(cfg, source)
         by_split[split] = {name: _fetch(source, cfg) for name, source in sources.items()}
+    return by_split
 
+
+def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
+    import datasets
+
+    console.reroute()
+    datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
     splits = {}
-    for split, sources in by_split.items():
+    for split, sources in resolve_sources(cfg, wanted).items():
         parts = {name: _open(cfg, task, source) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:

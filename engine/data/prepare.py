@@ -135,32 +135,17 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
     `of_files`: the warnings about the files that hold the rows."""
     source = raw.source
     count = len(raw.rows)
-    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
-    try:
-        with kept_warnings() as warnings:
-            _warn_of_dropped_characters(task, source)
-            columns, features = task.inspect_columns(raw.rows, source.split)
-    except SeveralTypes as error:
-        refuse_mixed([error.column])
-        raise
-    except pa.ArrowException:  # such as labels of several types
-        refuse_mixed(raw.rows.column_names)
-        raise
-    refuse_mixed(columns)
-    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
-    encoded = keep_encoded(rows)
-    size = max(raw.rows.data.nbytes, count * MEDIA_FILE if encoded.features != rows.features else 0)
+    with kept_warnings() as warnings:
+        _warn_of_dropped_characters(task, source)
+        encode, schema, size = make_encoder(task, raw)
     blocks = block_ranges(count, size)
-    encode = partial(
-        _encode_block, task, replace(raw, rows=rows if task.decode_media else encoded), features.arrow_schema
-    )
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
     stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}, "counted": {}}
     _say(of_files | warnings, stats)
-    digest = xxhash.xxh3_128(str(features.arrow_schema).encode())
+    digest = xxhash.xxh3_128(str(schema).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
-        writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), features.arrow_schema))
+        writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), schema))
         progress = console.Progress(f"preparing {source.split}", len(blocks), "blocks")
         for batch, arrays, sums, warnings in stack.enter_context(closing(in_processes(processes, encode, blocks))):
             _say(warnings, stats)
@@ -179,6 +164,26 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
         raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(task, stats)}")
     return stats | {"rows": digest.hexdigest()}
+
+
+def make_encoder(task: Task, raw: "RawRows") -> tuple[Callable[[range], tuple], pa.Schema, int]:
+    """Return (function that encodes a range of raw rows, schema of the prepared rows, bytes of all raw rows)."""
+    source = raw.source
+    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
+    try:
+        columns, features = task.inspect_columns(raw.rows, source.split)
+    except SeveralTypes as error:
+        refuse_mixed([error.column])
+        raise
+    except pa.ArrowException:  # such as labels of several types
+        refuse_mixed(raw.rows.column_names)
+        raise
+    refuse_mixed(columns)
+    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
+    encoded = keep_encoded(rows)
+    size = max(raw.rows.data.nbytes, len(raw.rows) * MEDIA_FILE if encoded.features != rows.features else 0)
+    read = replace(raw, rows=rows if task.decode_media else encoded)
+    return partial(_encode_block, task, read, features.arrow_schema), features.arrow_schema, size
 
 
 def _say(warnings: dict[str, Any], stats: dict[str, Any]) -> None:

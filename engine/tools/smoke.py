@@ -36,6 +36,8 @@ from engine.task_registry import OPTIONS
 from engine.tools.smoke_task import STEPS
 
 EVAL_BATCHES = 4  # micro-batches of each evaluation
+# (PYTHONHASHSEED, TZ): sets of texts have another order, and local clocks another day
+PROCESSES = (("1", "Etc/GMT+12"), ("2", "Etc/GMT-12"), ("3", "Etc/GMT+12"))
 TIMES = ("seconds", "data_seconds")  # in the meter of a checkpoint
 CHECKS = ["-m", "engine.tools.smoke_task"]  # launched in the place of train.py
 USAGE = "give the command that trains: python -m engine.tools.smoke accelerate launch … train.py --config FILE"
@@ -55,6 +57,7 @@ def main(argv: list[str]) -> None:
 
     console.say("smoke: the task")
     launch([*launcher, *CHECKS, *flags, "--output_dir", str(folder)], folder)
+    compare_encoded(encoded_rows(flags))
     console.say(f"\nsmoke: {STEPS} steps")
     train([*launcher, script, *flags], first, "auto")
     console.say(f"\nsmoke: a resume at step {STEPS - 1}")
@@ -91,6 +94,36 @@ def flags_of_test(cfg: RunConfig) -> list[str]:
     return words + (["--report_to", "none"] if cfg.report_to else [])
 
 
+# ---- encode ----------------------------------------------------------------------------------------------------------
+
+
+def encoded_rows(flags: list[str]) -> list[dict[str, str]]:
+    """Return hashes of the first rows that new processes encode, with other hash seeds and time zones."""
+    command = [sys.executable, "-m", "engine.tools.encoded_rows", *flags]
+    processes = []
+    for seed, zone in PROCESSES:
+        env = environment() | {"PYTHONHASHSEED": seed, "TZ": zone}
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if code := max(process.returncode for process in processes):
+        sys.exit(code)  # each has printed why
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def compare_encoded(hashes: list[dict[str, str]]) -> None:
+    """Raise Failure if processes have encoded other rows."""
+    first, *others = hashes
+    if differ := [name for name in first if any(other.get(name) != first[name] for other in others)]:
+        raise Failure(
+            f"smoke: `encode` of the task returns another {', '.join(differ)} in another process: it must depend on its batch "
+            "alone, not on a generator without a seed, the order of a set, or the clock"
+        )
+
+
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -112,11 +145,16 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 def launch(words: list[str], folder: Path) -> None:
     """Run a command; end with its exit code if it fails, without a message: it has printed its own."""
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    code = run_command(words, os.environ | {STOP_IS_SUCCESS: "1", "PYTHONPATH": os.pathsep.join(paths)})
+    code = run_command(words, environment() | {STOP_IS_SUCCESS: "1"})
     if code:
         recorded = run_status.read_status(folder).get("exit_code")  # launchers know only 0 and 1
         sys.exit(recorded or (128 - code if code < 0 else code))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a command that finds this repository from any folder."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_command(words: list[str], env: dict[str, str]) -> int:

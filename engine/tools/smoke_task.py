@@ -26,7 +26,7 @@ from engine.distributed.init_accelerator import check_environment, init_accelera
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.process.exit_codes import is_out_of_memory, run_main
 from engine.task_registry import OPTIONS, Task, make_task
-from engine.tools.task_checks import check_collate, check_loss, place
+from engine.tools.task_checks import check_collate, check_loss, check_weight, place
 
 STEPS = 3  # of each run of smoke.py; the second one resumes at the step before the last
 ROWS = 4  # of each split, for `collate` and `loss`
@@ -66,6 +66,8 @@ def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
         warn("smoke: rows of a stream are not checked before the first step")
     for name in rows:
         check_collate(task, rows[name], training=name == "train")
+        for _, _, part in datasets[name].segments():
+            check_weight(task, part)
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         return warn("smoke: `loss` is not checked under DeepSpeed: run make smoke on one process, too")
     fresh = copy.copy(task)  # `build` sets attributes

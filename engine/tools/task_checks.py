@@ -1,13 +1,16 @@
-"""Checks of a task on a few of its rows: batches that repeat, seeds that stay, losses that are sums.
+"""Checks of a task on a few of its rows: batches that repeat, seeds and states that stay, weights and losses that are sums.
 
 `make smoke` runs them before its first step, tests/conformance/ for every task. Each raises Failure with one sentence that
 names the task, the mistake and the fix. Tests: tests/conformance/test_mistakes.py, tests/engine/tools/test_smoke.py.
 """
 
 import inspect
+import json
+import pickle
 import random
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from engine.task_registry import Batch, Task
 SEEDS = range(1, 9)  # of a random flip of one row, 8 seeds miss 1 in 256
 MANY_SEEDS = range(1, 17)  # for the mean of a loss that is random
 STANDARD_ERRORS = 5  # a difference of two means below this is chance
+MANY = 1000  # rows
 REPEATS = 1e-3  # relative difference between two losses of one batch and seed: a GPU may add in another order
 GENERATORS = {"torch": "torch.manual_seed", "numpy": "np.random.seed", "random": "random.seed"}
 DRAW = "draw from torch, np.random or random, seeded for each micro-batch, or seed yours by torch.initial_seed()"
@@ -98,6 +102,41 @@ def _reseeds(task: Task, method: str, generator: str) -> str:
     )
 
 
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+PLAIN = (bool, int, float, str, list, tuple, dict, set, np.ndarray, torch.Tensor)
+
+
+def state_of(task: Task) -> dict[str, bytes]:
+    """Return {where: plain value} of what a call could change: attributes of the task, globals of its file, defaults."""
+    values = dict(vars(sys.modules[type(task).__module__]))
+    for cls in type(task).__mro__:
+        for name, value in vars(cls).items():
+            values[f"{cls.__name__}.{name}"] = getattr(value, "__defaults__", value)
+    values |= {f"self.{name}": value for name, value in vars(task).items()}
+    state = {}
+    for name, value in values.items():
+        if isinstance(value, PLAIN) and not name.startswith("__"):
+            with suppress(Exception):  # it holds what is not plain
+                state[name] = pickle.dumps(value)
+    return state
+
+
+def check_keeps_no_state(task: Task, method: str, call: Callable[[], Any]) -> Any:
+    """Return the result of `call()`, which calls `method` of the task not for the first time, so that what it keeps from
+    then on is there. Raise Failure if it changes something."""
+    before = state_of(task)
+    result = call()
+    after = state_of(task)
+    if names := [name for name, value in before.items() if after.get(name, value) != value]:
+        raise Failure(
+            f"{place(task)}: `{method}` changes {', '.join(names)}, which each process has for itself and no checkpoint "
+            "holds, so that numbers depend on the processes and a resume changes them: compute it from the rows, or from "
+            "`task.progress`"
+        )
+    return result
+
+
 # ---- collate ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +178,31 @@ def check_collate(task: Task, rows: list[dict], training: bool) -> None:
             )
         if seed != SEEDS[0]:
             check_seeds_stay(task, "collate", first[seed], again, first[SEEDS[0]])
+    check_keeps_no_state(task, "collate", lambda: collate_seeded(task, rows, training, SEEDS[0]))
+
+
+def check_weight(task: Task, split: Any) -> None:
+    """Raise Failure unless the weight of a few rows, the shortest and the longest of the first MANY among them, is the sum
+    of their weights, and in evaluation that of the `targets` that `encode` has counted."""
+    lengths = split.lengths[: min(len(split), MANY)]
+    ids = np.unique([*range(min(3, len(lengths))), lengths.argmin(), lengths.argmax()])
+    rows = split.rows(ids)
+    for training in (False, True):
+        batches = [collate_seeded(task, rows, training, seed).result for seed in (1, 2)]
+        if differences(*batches):
+            continue  # random in training
+        alone = [collate_seeded(task, [row], training, 1).result.weight for row in rows]
+        if not np.isclose(batches[0].weight, sum(alone)):
+            raise Failure(
+                f"{place(task)}: the weight that `collate` returns is {batches[0].weight:.6g} for {len(rows)} rows, but "
+                f"{sum(alone):.6g} if each is a micro-batch: do not count padding, and take no mean over the rows"
+            )
+        counted = split.values("targets")[ids] if "targets" in (split.features() or {}) else alone
+        if not training and not np.allclose(counted, alone):
+            raise Failure(
+                f"{place(task)}: rows with {', '.join(map(str, counted))} `targets`, as `encode` counts them, add "
+                f"{', '.join(f'{weight:.6g}' for weight in alone)} to the weight that `collate` returns: make them equal"
+            )
 
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
@@ -168,6 +232,12 @@ def check_loss(
         inputs = {name: value.to(device) for name, value in batch.inputs.items()}
         with torch.no_grad(), buffers.unchanged(), autocast():
             out, states = call_seeded(task, "loss", lambda: task.loss(model, inputs), seed)
+        for name, value in out.items():
+            if value.dtype in (torch.bfloat16, torch.float16) and value.dim() == 0:
+                raise Failure(
+                    f"{place(task)}: `{name}` of `loss` is a sum in {str(value.dtype).removeprefix('torch.')}: compute it in "
+                    "float32 (at_least_float32 of src/losses/cross_entropy.py)"
+                )
         scalars = {name: float(value) for name, value in out.items() if value.dim() == 0}
         return Seeded({"weight": float(batch.weight), **batch.sums, **scalars}, states)
 
@@ -179,6 +249,9 @@ def check_loss(
                 f"{place(task)}: `loss` returns another {name} for the same batch and the same seed ({value:.6g} and "
                 f"{again.result[name]:.6g}): it draws from a generator without a seed, or of its own: {DRAW}"
             )
+    check_keeps_no_state(task, "loss", lambda: measure(rows, 1))
+    if not training and not hasattr(task, "sums_by_block"):
+        check_metrics(task, first.result)
     seeds = MANY_SEEDS if first.result != other.result else SEEDS[:1]
     once = [measure(rows, seed).result for seed in seeds]
     twice = [measure(rows + rows, seed).result for seed in seeds]
@@ -194,6 +267,22 @@ def check_loss(
                 "divisor as the weight of `collate`. A loss that compares the rows of a batch is declared by "
                 "BatchLossTask (docs/forking.md, A loss over the batch)"
             )
+
+
+def check_metrics(task: Task, sums: dict[str, float]) -> None:
+    """Raise Failure if `metrics` of the same sums are others after those of other sums, or if it keeps something."""
+
+    def compute(share: float) -> dict[str, float]:
+        return task.metrics({name: share * value for name, value in sums.items() if name != "weight"}, sums["weight"])
+
+    first = compute(0.5)
+    check_keeps_no_state(task, "metrics", lambda: [compute(1), compute(0.25)])
+    again = compute(0.5)
+    if json.dumps(first, default=float) != json.dumps(again, default=float):
+        raise Failure(
+            f"{place(task)}: `metrics` returns {first} and then {again} for the same sums: it must keep no state, because a "
+            "resumed run has not computed the earlier evaluations"
+        )
 
 
 def _error_of_sum(once: float, twice: float, tolerance: float, noise: float) -> str:

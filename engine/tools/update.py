@@ -225,8 +225,7 @@ def not_wanted(copy: Path, template: Path, theirs: dict[str, bytes]) -> set[str]
     """Return the files of the template that belong to add-ons that the copy lacks."""
     here = addon_files.addons_in(copy)
     missing = set(addon_files.addons_in(template)) - {*here}
-    page = theirs.get("addons/README.md", b"").decode(errors="replace")
-    return addon_files.of_missing_addons(theirs, page, here, missing)
+    return addon_files.of_missing_addons(template, theirs, here, missing)
 
 
 def addons_that_from_lacks(copy: Path, template: Path, base: dict[str, str]) -> list[str]:

@@ -33,18 +33,23 @@ ON_PURPOSE = {
 }
 
 
+IN_TRANSFORMERS = ", in transformers"
+
+
 def reader() -> str | None:
     """Return "file:line (function)" of the innermost code that belongs to no library; None if it reads on purpose."""
-    innermost, frame = None, sys._getframe(1)
+    innermost, frame, library = None, sys._getframe(1), ""
     while frame:
         file = Path(frame.f_code.co_filename)
+        if not innermost and "transformers" in file.parts:
+            library = IN_TRANSFORMERS
         if not str(file).startswith(LIBRARIES) and str(file) != __file__:
             shown = str(file.relative_to(kit.REPOSITORY) if file.is_relative_to(kit.REPOSITORY) else file.name)
             innermost = innermost or f"{shown}:{frame.f_lineno} ({frame.f_code.co_name})"
             if (shown, frame.f_code.co_name) in ON_PURPOSE:
                 return None
         frame = frame.f_back
-    return innermost
+    return innermost and innermost + library
 
 
 class HostReads(TorchDispatchMode):

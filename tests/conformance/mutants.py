@@ -158,7 +158,81 @@ MEANS = {
     MeanLoss: "`loss` of `loss` in training .* is a mean",
     MeanInTraining: "`loss` of `loss` in training .* is a mean",
     MeanInEvaluation: "`right` of `loss` in evaluation .* is a mean",
-    ConstantWeight: "the weight .* is a mean",
+    ConstantWeight: "the weight that `collate` returns is 1 for",
     MeanOfBatchSums: "`labels` .* is a mean",
     ComparesRows: "is not a sum over the rows",
+}
+
+# ---- state that no checkpoint holds ----------------------------------------------------------------------------------
+
+CALLS = 0
+
+
+class CountsInTask(Task):
+    """A schedule by the number of calls."""
+
+    def load(self):
+        super().load()
+        self.calls = 0
+
+    def before_loss(self):
+        self.calls += 1
+
+
+class CountsInModule(Task):
+    def change_batch(self, batch, training):
+        global CALLS
+        CALLS += 1
+        return batch
+
+
+class MutableDefault(Task):
+    def before_loss(self, seen=[]):  # noqa: B006
+        seen.append(len(seen))
+
+
+class BestSoFar(Task):
+    def load(self):
+        super().load()
+        self.best = 0.0
+
+    def metrics(self, sums, weight):
+        self.best = max(self.best, sums["right"] / weight)
+        return {"accuracy": self.best}
+
+
+STATE = {
+    CountsInTask: "`loss` changes self.calls",
+    CountsInModule: "`collate` changes CALLS",
+    MutableDefault: "`loss` changes MutableDefault.before_loss",
+    BestSoFar: "`metrics` changes self.best",
+}
+
+# ---- weights and sums ------------------------------------------------------------------------------------------------
+
+
+class PaddingInWeight(Task):
+    """Counts the labels that are ignored."""
+
+    def change_batch(self, batch, training):
+        return batch._replace(weight=float(batch.inputs["y"].numel()))
+
+
+class WidestRowInWeight(Task):
+    """Counts each row as the one with the most labels, as if rows were padded to it."""
+
+    def change_batch(self, batch, training):
+        counts = (batch.inputs["y"] >= 0).sum(1)
+        return batch._replace(weight=float(len(counts) * counts.max()))
+
+
+class SumInBfloat16(Task):
+    def change_sums(self, sums, model, inputs):
+        return sums | {"loss": sums["loss"].bfloat16()}
+
+
+WEIGHTS = {
+    PaddingInWeight: "`targets`, as `encode` counts them",
+    WidestRowInWeight: "the weight that `collate` returns is .* if each is a micro-batch",
+    SumInBfloat16: "`loss` of `loss` is a sum in bfloat16",
 }

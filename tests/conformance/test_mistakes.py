@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config.errors import Failure
-from engine.tools.task_checks import check_collate, check_loss
+from engine.tools.task_checks import check_collate, check_loss, check_weight
 from tests.conformance import checks, mutants
 from tests.conformance.host_reads import host_reads
 from tests.conformance.test_task import open_task
@@ -26,6 +26,7 @@ def check(data, kind: type, **fields) -> None:
     with plain_task.registered(module, "fork"):
         task, splits, model = open_task(plain_task.flags(data, task="fork", **fields))
         rows = splits["train"].rows(np.arange(checks.ROWS))
+        check_weight(task, splits["train"])
         for training in (True, False):
             check_collate(task, rows, training)
             check_loss(task, model, rows, training, checks.TOLERANCE, checks.ROUNDING)
@@ -52,6 +53,12 @@ def test_mutant_new_seed_is_named(data, kind):
 @pytest.mark.parametrize("kind", mutants.MEANS, ids=lambda kind: kind.__name__)
 def test_mutant_mean_is_named(data, kind):
     with pytest.raises(Failure, match=f"task fork .*{mutants.MEANS[kind]}"):
+        check(data, kind)
+
+
+@pytest.mark.parametrize("kind", mutants.STATE | mutants.WEIGHTS, ids=lambda kind: kind.__name__)
+def test_mutant_state_or_weight_is_named(data, kind):
+    with pytest.raises(Failure, match=f"task fork .*{(mutants.STATE | mutants.WEIGHTS)[kind]}"):
         check(data, kind)
 
 

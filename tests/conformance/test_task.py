@@ -10,7 +10,7 @@ import yaml
 from engine.config import parsing
 from engine.data.dataset import prepare_datasets
 from engine.task_registry import MODULES, OPTIONS, make_task
-from engine.tools.task_checks import check_collate, check_loss
+from engine.tools.task_checks import check_collate, check_loss, check_weight
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -87,8 +87,9 @@ def test_evaluation_is_a_function_of_the_rows(opened):
 @pytest.mark.parametrize("training", [True, False])
 def test_batches_repeat_and_sums_add_up(opened, training):
     """Generators have the seed of the micro-batch, and keep it; the mistakes that this finds: test_mistakes.py."""
-    task, _, model, rows = opened
+    task, splits, model, rows = opened
     check_collate(task, rows, training)
+    check_weight(task, splits["train"])
     check_loss(task, model, rows, training, checks.TOLERANCE, checks.ROUNDING)
 
 
@@ -102,9 +103,8 @@ def test_shortened_rows_have_fewer_tokens(opened):
 
 def test_loss_is_a_sum_over_independent_rows(opened):
     task, _, model, rows = opened
-    checks.check_rows_are_independent(task, model, rows, training=False)
-    if not checks.is_random(task, rows):
-        checks.check_rows_are_independent(task, model, rows, training=True)
+    for training in (False, True):
+        checks.check_rows_are_independent(task, model, rows, training)
 
 
 def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
@@ -167,6 +167,35 @@ def test_mutant_loss_is_named(language_model, monkeypatch, message):
     monkeypatch.setattr(task, "loss", lambda model, inputs: MUTANTS[message](loss(model, inputs), inputs))
     with pytest.raises(AssertionError, match=message):
         checks.check_rows_are_independent(task, model, rows, training=False)
+
+
+@pytest.mark.parametrize("needs_training_batch", [False, True])
+def test_mutant_loss_that_compares_rows_is_named_under_a_random_collate(
+    language_model, monkeypatch, needs_training_batch
+):
+    """A multiple of the loss that is the same for every row twice, only in training."""
+    task, model, rows = language_model
+    loss, collate = task.loss, task.collate
+
+    def masked(rows, training):
+        batch = collate(rows, training)
+        batch.inputs.pop("target_positions", None)  # then each tensor has the rows as its first dimension
+        ids = batch.inputs["input_ids"]
+        kept = {"kept": torch.rand(ids.shape) > 0.1} if training else {}
+        return batch._replace(inputs=batch.inputs | kept | {"input_ids": ids * kept.get("kept", 1)})
+
+    def compared(model, inputs):
+        inputs = dict(inputs)
+        factor = inputs["targets"].double().std(correction=0) if model.training else 1
+        if needs_training_batch and model.training:
+            factor = factor * inputs.pop("kept").any()
+        return {name: value * factor for name, value in loss(model, inputs).items()}
+
+    monkeypatch.setattr(task, "collate", masked)
+    checks.check_rows_are_independent(task, model, rows, training=True)
+    monkeypatch.setattr(task, "loss", compared)
+    with pytest.raises(AssertionError, match="depends on the rows"):
+        checks.check_rows_are_independent(task, model, rows, training=True)
 
 
 def test_mutant_augmentation_in_evaluation_is_named(language_model, monkeypatch):

@@ -13,6 +13,11 @@ TESTS = REPOSITORY / "tests" / "addons"
 ONE_ADDON = {"streaming"}  # a folder of addons/ that is one add-on, not a room of them
 
 
+def is_of_another_room(part: list[str], own: str) -> bool:
+    """Return whether a module is one that another room shares (`addons.techniques._batch_loss`)."""
+    return part[2].startswith("_") and part[1] != own.split("/")[0]
+
+
 def undeclared(path: Path, text: str) -> set[str]:
     """Return the add-ons (ROOM/NAME) that a file of addons/ imports and its first line does not name."""
     own = "/".join(path.relative_to(ADDONS).with_suffix("").parts[:2])
@@ -26,7 +31,9 @@ def undeclared(path: Path, text: str) -> set[str]:
     used = {
         "/".join(part[1:3])
         for part in parts
-        if len(part) > 2 and part[2] in addon_names(part[1]) and not (part[1] in ONE_ADDON and own.startswith(part[1]))
+        if len(part) > 2
+        and (part[2] in addon_names(part[1]) or is_of_another_room(part, own))
+        and not (part[1] in ONE_ADDON and own.startswith(part[1]))
     }
     declared = re.findall(r"addons/(\w+/\w+)", text.split("\n")[0]) if text.startswith("# Needs ") else []
     return used - {own, *declared}
@@ -66,3 +73,6 @@ def test_mutant_import_of_another_addon_is_caught():
         "tasks/distillation"
     }
     assert undeclared(path, "# Needs addons/tasks/distillation/.\n" + text) == set()
+    text = "from addons.techniques._batch_loss import BatchLossTask\n"
+    assert undeclared(path, text) == {"techniques/_batch_loss"}
+    assert undeclared(path, "# Needs addons/techniques/_batch_loss.py.\n" + text) == set()

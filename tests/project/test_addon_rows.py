@@ -28,7 +28,7 @@ def listed() -> set[str]:
 
 
 def differences(table: dict[str, list[str]], here: set[str]) -> list[str]:
-    """Return add-ons without a row, rows without an add-on although its tests are here, and tests that are not."""
+    """Return add-ons without a row, and tests that are not here."""
     found = [f"{name} has no row" for name in sorted(here - table.keys())]
     files_of = {name: re.findall(r"`(tests/addons/[\w/]+\.py)`", tests) for name, (*_, tests) in table.items()}
     shared = {
@@ -38,13 +38,6 @@ def differences(table: dict[str, list[str]], here: set[str]) -> list[str]:
         missing = [file for file in files if not (kit.REPOSITORY / file).exists() and file not in shared]
         if name in here and (missing or not files):
             found.append(f"{name}: {', '.join(missing) or 'its tests'} missing")
-        if (
-            name not in here
-            and files
-            and all((kit.REPOSITORY / file).exists() for file in files)
-            and all(f"/test_{name.split('/')[-1]}" in file for file in files)
-        ):
-            found.append(f"{name} is not here, but its tests are")
     return found
 
 
@@ -59,7 +52,6 @@ def test_mutants_of_the_table_are_caught():
     if some not in here:
         pytest.skip(f"the add-on {some} is not here")
     assert differences({name: cells for name, cells in table.items() if name != some}, here) == [f"{some} has no row"]
-    assert differences(table, here - {some}) == [f"{some} is not here, but its tests are"]
     moved = table | {some: [*table[some][:2], "`tests/addons/tools/test_gone.py`"]}
     assert differences(moved, here) == [f"{some}: tests/addons/tools/test_gone.py missing"]
     assert differences(table | {some: ["", "", "none"]}, here) == [f"{some}: its tests missing"]

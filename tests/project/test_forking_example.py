@@ -9,16 +9,18 @@ import sqlite3
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
 from engine.data.dataset import prepare_datasets
 from engine.task_registry import OPTIONS, make_task
-from tests.conformance import checks
-from tests.conformance.test_task import make_flags
+from tests.conformance import checks, recipes, test_task
+from tests.conformance.test_task import make_flags, open_task
 from tests.helpers import kit, plain_task
 from tests.helpers.sample_files import add_sample
 
@@ -67,7 +69,7 @@ def forecasting(tmp_path, monkeypatch):
         yield make_flags(names["forecasting"], tmp_path)
 
 
-def test_whole_task_of_a_plain_module(forecasting, tmp_path):
+def test_whole_task_of_a_plain_module(forecasting, tmp_path, monkeypatch, capsys):
     """It passes the checks of the suite; below it also runs on two processes."""
     flags = forecasting
     cfg, options = parsing.parse(flags, OPTIONS)
@@ -82,10 +84,38 @@ def test_whole_task_of_a_plain_module(forecasting, tmp_path):
     assert " rows/s ETA" in log
     assert "203 rows, 1,218 targets" in log
     assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
+    [script] = blocks("Use a run from a script", "python")
+    monkeypatch.setattr(sys, "argv", ["next_values.py", str(one.folder)])
+    exec(script, {})
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model = task.build_model(str(one.folder / "final"))
+    assert shown == model(torch.arange(24.0, dtype=torch.float64)[None]).tolist()
+
+
+@pytest.mark.parametrize("name", ["forecasting", "gan", "calm_lm"])
+def test_examples_pass_the_checks_of_the_suite(forecasting, tmp_path, monkeypatch, name):
+    """Those that need no run, on the tasks as they stand on the page."""
+    flags = forecasting
+    if name == "gan":
+        task_module(name, *blocks("Two optimizers", "python"), tmp_path, monkeypatch)
+    if name == "calm_lm":
+        task_module(name, blocks("A changed loss", "python")[0], tmp_path, monkeypatch)
+        flags = make_flags(recipes.causal_lm, tmp_path)
+    is_registered = (
+        nullcontext() if name == "forecasting" else plain_task.registered(sys.modules[f"src.tasks.{name}"], name)
+    )
+    with is_registered:
+        task, splits, model = open_task([*flags, "--task", name])
+        opened = (task, splits, model, splits["train"].rows(np.arange(checks.ROWS)))
+        for training in (True, False):
+            test_task.test_batches_repeat_and_sums_add_up(opened, training)
+        if name != "gan":  # its evaluation draws noise
+            test_task.test_evaluation_is_a_function_of_the_rows(opened)
+            test_task.test_loss_is_a_sum_over_independent_rows(opened)
 
 
 def test_rows_from_a_database_and_computed_rows(forecasting, tmp_path, monkeypatch):
-    """A row that is added to the database makes the data again; computed rows are trained on as they are."""
+    """A row that is added to the database, or changed, makes the data again; computed rows are trained on as they are."""
     readings, waves = blocks("Rows of your own", "python")
     flags = [*forecasting, *kit.flags(max_steps=4, save_steps=2, logging_steps=1)]
     flags = [
@@ -104,7 +134,11 @@ def test_rows_from_a_database_and_computed_rows(forecasting, tmp_path, monkeypat
             cfg, options = parsing.parse([*flags, "--dataset_name", "readings"], OPTIONS)
             splits = prepare_datasets(cfg, make_task(cfg, options))
             counts.append([len(splits[name]) for name in ("train", "validation")])
+        database.execute("update readings set series = ? where number = 1", (json.dumps([0.5] * 30),))
+        database.commit()
+        updated = prepare_datasets(cfg, make_task(cfg, options))
     assert counts == [[50, 10], [55, 10]]
+    assert updated["validation"].rows(np.array([0]))[0]["past"].tolist() == [0.5] * 24
 
     flags = [*flags, "--dataset_name", "waves"]
     module = add_sample("waves", waves, tmp_path, monkeypatch)

@@ -123,7 +123,7 @@ def test_pages_name_what_exists():
     assert [path for path in paths if not own.search(path) and not (kit.REPOSITORY / path).exists()] == []
 
     schema = json.loads((kit.REPOSITORY / "configs" / "schema.json").read_text())
-    fields = {*schema["properties"], "config", "checkpoint", "help", "schema"}
+    fields = {*schema["properties"], *schema["x-add-ons"], "config", "checkpoint", "help", "schema"}
     flags = {flag for line in re.findall(r"(?:train|eval)\.py (--.*)", code) for flag in re.findall(r"--(\w+)", line)}
     assert len(flags) > 5
     assert flags <= fields

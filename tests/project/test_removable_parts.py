@@ -81,6 +81,37 @@ def test_rest_is_imported_without_one_of_them(tmp_path, name):
     run(folder, "-m", "pytest", "--collect-only", "-q", "tests")
 
 
+ROOMS = sorted(path.name for path in (kit.REPOSITORY / "addons").glob("[!_]*") if path.is_dir())
+ABOUT_FILES = [
+    *(f"tests/project/test_{name}.py" for name in ("requirements", "addon_imports", "addon_rows")),
+    "tests/project/test_readme.py::test_pages_name_what_exists",
+    "tests/engine/config/test_schema.py",
+    "tests/engine/test_task_registry.py",
+]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("room", [*ROOMS, "."])
+def test_core_is_whole_without_a_room_of_addons(tmp_path, room):
+    """`rm -r addons/ROOM`, or all of addons/: the schema, --help, all tests of the core, and those that look at files."""
+    folder = copy_of_template(tmp_path / "copy")
+    shutil.rmtree(folder / "addons" / room)
+    schema = run(folder, "train.py", "--schema")
+    (folder / "configs" / "schema.json").write_text(schema)
+    run(folder, "train.py", "--help", "all")
+    run(folder, "-m", "pytest", "--collect-only", "-q", "tests", "--ignore", "tests/addons")
+    run(folder, "-m", "pytest", "-q", "-m", "not cluster", *ABOUT_FILES)
+
+
+@pytest.mark.cluster
+def test_tests_skip_without_a_task_that_may_be_removed(tmp_path):
+    folder = copy_of_template(tmp_path / "copy")
+    remove(folder, ROWS["text classification"])
+    core = [path for path in folder.glob("tests/[ces]*/**/test_*.py") if '"text_classification"' in path.read_text()]
+    assert core
+    run(folder, "-m", "pytest", "-q", "--fast", "-m", "not cluster", *core)
+
+
 def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
     """A run on chats without their code."""
     folder = copy_of_template(tmp_path / "copy")

@@ -45,4 +45,4 @@ def test_lint_does_not_depend_on_extra_packages():
                     imported.add(node.module.split(".")[0])
     skipped = {name.removesuffix(".*") for name in PROJECT["tool"]["pyrefly"]["replace-imports-with-any"]}
     assert extras & imported <= skipped
-    assert {"torchao", "peft"} <= extras & imported
+    assert "torch" in imported  # the files were read

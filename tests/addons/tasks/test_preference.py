@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from addons.tasks import kto, preference
+from addons.tasks import preference
 from addons.tasks.preference.pair_losses import odds_ratio
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
+from engine.task_registry import OPTIONS
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
@@ -440,10 +441,11 @@ def test_orpo_on_two_processes_and_with_accumulation(tmp_path):
     assert not [name for name in one.weights if "teacher" in name or "student" in name]
 
 
-@pytest.mark.parametrize("task", [kto, preference], ids=["kto", "preference"])
-def test_run_without_a_model_is_refused(task):
+@pytest.mark.parametrize("name", ["kto", "preference"])
+def test_run_without_a_model_is_refused(name):
+    kit.need_task(name)
     cfg = RunConfig(train_file=["rows.jsonl"])
-    [error] = training_errors(cfg, task.Options())
+    [error] = training_errors(cfg, OPTIONS[name]()())
     assert error.startswith("no model: give --model_name_or_path")
 
 

@@ -1,11 +1,14 @@
 """`make fork`: the copy has the core, the add-ons that are named and what they need, and passes its own tests."""
 
+import ast
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from functools import cache
 
 import pytest
 import yaml
@@ -13,7 +16,7 @@ import yaml
 from addons.tools import fork
 from engine.config import addons
 from engine.config.errors import UsageError
-from engine.tools import manifest
+from engine.tools import addon_files, manifest
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not (kit.REPOSITORY / ".git").exists(), reason="the copy is made of tracked files")
@@ -34,7 +37,12 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     files = subprocess.run(["git", "ls-files"], cwd=copy, capture_output=True, text=True).stdout.splitlines()
     assert {"train.py", "src/tasks/causal_lm.py", "samples/stdlib_code.py"} < {*files}
     assert not [file for file in files if file.startswith(fork.OF_THE_TEMPLATE)]
-    assert manifest.read_manifest(copy) == manifest.hashes(manifest.engine_files(copy))
+    edited = {
+        name
+        for name, known in manifest.hashes(manifest.engine_files(copy)).items()
+        if manifest.read_manifest(copy).get(name) != known
+    }
+    assert edited == {"pyproject.toml"}  # its name, which an update keeps
     kept = {file for file in files if file.startswith("addons/") and "/_" not in file}
     assert kept == {"addons/README.md", f"addons/{KEPT}.py", "addons/techniques/asam.py", "addons/techniques/sam.py"}
     tests = {file for file in files if re.match(r"tests/addons/\w+/test_", file)}
@@ -44,7 +52,11 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     assert {values["task"] for values in run_files} <= {"causal_lm", "text_classification"}
     assert not any({"peft", "streaming"} & values.keys() for values in run_files)
     schema = json.loads((copy / "configs" / "schema.json").read_text())
-    assert [name for name, rules in schema["properties"].items() if "x-add-on" in rules] == ["techniques"]
+    fields = schema["properties"].keys()
+    assert [name for name in ("peft", "streaming", "techniques", "push_to_hub") if name in fields] == ["techniques"]
+    pins = manifest.hashes(manifest.engine_files(kit.REPOSITORY))
+    changed = {name for name in pins if manifest.read_manifest(copy).get(name) != pins[name] and (copy / name).exists()}
+    assert not [name for name in changed if not name.endswith((".md", "uv.lock"))]
     assert not {*schema["properties"]["task"]["enum"]} & {*addons.addon_names("tasks")}
 
 
@@ -62,15 +74,130 @@ def test_pages_of_the_copy_are_about_the_copy(copy):
     shown = subprocess.run(["make"], cwd=copy, capture_output=True, text=True, check=True).stdout
     assert {*re.findall(r"\bmake ([a-z-]+)", readme)} - {"lists"} <= {*re.findall(r"^  ([a-z-]+)", shown, re.M)}
     assert "\n> A copy of the template." in agents
+    assert not fork.names_missing(copy, agents)
+    assert "make ledger" in agents
+    assert not re.search("make same|tests/project|benchmarks/support", agents)
     assert (copy / "CLAUDE.md").is_symlink()
     assert (copy / "CLAUDE.md").read_text() == agents
 
 
-def test_copy_without_addons_has_no_folder_for_them(tmp_path):
-    fork.fork(tmp_path / "copy", ["causal_lm"], [], "x")
-    assert not (tmp_path / "copy" / "addons").exists()
-    assert not (tmp_path / "copy" / "tests" / "addons").exists()
-    assert "Add-ons: none." in (tmp_path / "copy" / "README.md").read_text()
+def test_copy_is_named_and_links_only_to_its_files(copy):
+    project = tomllib.loads((copy / "pyproject.toml").read_text())["project"]
+    lock = tomllib.loads((copy / "uv.lock").read_text())["package"]
+    assert (project["name"], project["description"]) == ("crane", "crane")
+    assert [package["name"] for package in lock if package["source"] == {"virtual": "."}] == ["crane"]
+    citation = yaml.safe_load((copy / "CITATION.cff").read_text())
+    assert (citation["title"], citation["authors"]) == ("crane", [{"name": "The authors of crane"}])
+    assert citation["references"][0]["title"] == yaml.safe_load((kit.REPOSITORY / "CITATION.cff").read_text())["title"]
+    for page in copy.rglob("*.md"):
+        links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        here = [
+            name
+            for name in links
+            if ":" not in name and (kit.REPOSITORY / page.relative_to(copy)).parent.joinpath(name).exists()
+        ]
+        assert [name for name in here if not (page.parent / name).exists()] == [], page
+
+
+def test_copy_without_addons(tmp_path):
+    """It has no folder for them, and names the add-on of a field, a task or a schedule that it lacks."""
+    copy = tmp_path / "copy"
+    fork.fork(copy, [], ["none"], "x")
+    assert not (copy / "addons").exists()
+    assert not (copy / "tests" / "addons").exists()
+    assert "Add-ons: none." in (copy / "README.md").read_text()
+    assert "addons/" not in (copy / "AGENTS.md").read_text()
+    (copy / "addons" / "techniques").mkdir(parents=True)
+    (copy / "addons" / "techniques" / "mine.py").write_text("class Mine: pass\n")  # its base class is not here
+    files = {
+        "techniques": "techniques/__init__.py",
+        "peft": "adapters/peft.py",
+        "mlm_probability": "tasks/masked_lm.py",
+    }
+    files |= {"task": "tasks/kto.py", "lr_scheduler_type": "schedules/one_cycle.py"}
+    values = {
+        "techniques": "{mine: {}}",
+        "peft": "{type: lora}",
+        "mlm_probability": 0.3,
+        "lr_scheduler_type": "one_cycle",
+    }
+    for given in (values, {"task": "kto"}):
+        command = [sys.executable, "train.py", *kit.flags(**given)]
+        done = subprocess.run(command, cwd=copy, env=kit.PLAIN_ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 2
+        for name in given:
+            assert re.search(
+                rf"{name}: the add-on addons/\S+ needs addons/{files[name]}, which is not here", done.stderr
+            )
+
+
+ALL = addon_files.addons_in(kit.REPOSITORY)
+checkout = cache(fork.files_of_checkout)
+
+
+@cache
+def imports_of(file: str) -> set[str]:
+    """Return the modules of addons/ and tests/ that a file imports, and the names that it imports from them."""
+    names = set()
+    for node in ast.walk(ast.parse((kit.REPOSITORY / file).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {name.name for name in node.names}
+    return {name for name in names if name.startswith(("addons.", "tests."))}
+
+
+def modules_in(files: set[str]) -> set[str]:
+    return set().union(*(imports_of(file) for file in files if file.endswith(".py")))
+
+
+def files_of(addon: str) -> set[str]:
+    """Return the files of a copy with this add-on and what it needs."""
+    kept = fork.chosen(ALL, [], [addon])
+    files = {file for file in checkout() if not file.startswith(fork.OF_THE_TEMPLATE)}
+    return files - addon_files.of_missing_addons(kit.REPOSITORY, files, kept, {*ALL} - {*kept})
+
+
+@pytest.mark.parametrize("addon", ALL)
+def test_each_addon_alone_has_the_files_that_it_imports(addon):
+    """The files of a copy import none of the template that it lacks; no room of tests is without a test."""
+    files = files_of(addon)
+    everything = {file for file in checkout() if file.endswith(".py")}
+    missing = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in everything - files}
+    allowed = {"addons.data.size_warmups"}  # tests/conformance/checks.py, behind need_addon
+    assert modules_in({file for file in files if file.startswith(("addons/", "tests/"))}) & missing <= allowed
+    rooms = {file.split("/")[2] for file in files if re.match(r"tests/addons/\w+/", file)}
+    imported = {name.split(".")[2] for name in modules_in(files) if name.startswith("tests.addons.")}
+    assert rooms - imported <= {file.split("/")[2] for file in files if re.match(r"tests/addons/\w+/test_", file)}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("addon", ALL)
+def test_each_addon_alone_trains(tmp_path, addon):
+    """Its copy has a schema and a --help with its fields, collects its tests, and a task or a technique trains a step."""
+    copy = tmp_path / "copy"
+    fork.main([str(copy), "--addons", addon])
+    run_in(copy, "train.py", "--help")
+    assert_pytest(copy, "--collect-only", "tests")
+    room, _, name = addon.partition("/")
+    if room == "tasks":
+        code = f"from pathlib import Path; from tests.addons.tasks import recipes; from tests.conformance.test_task import make_flags; print(*make_flags(recipes.{name}, Path('rows')), sep='\\n')"
+        (copy / "rows").mkdir()
+        flags = run_in(copy, "-c", code).splitlines()
+        run_in(copy, "train.py", *flags, "--max_steps", "1", "--output_dir", "run")
+    elif room == "techniques":
+        options = {"unfreeze": {"steps": {".*": 1}}, "progressive_resizing": None}.get(name, {})
+        if options is not None:
+            values = {**kit.tiny_files(tmp_path), "techniques": json.dumps({name: options})}
+            run_in(copy, "train.py", *kit.flags(**values, max_steps=2, output_dir="run"))
+
+
+def run_in(folder, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=kit.PLAIN_ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------

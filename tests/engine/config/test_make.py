@@ -46,6 +46,19 @@ def test_clean_keeps_data_runs_and_environment(project):
     assert all((project / name).exists() for name in kept if not name.startswith(".venv"))
 
 
+def test_lint_runs_all_tools(project):
+    """Each of the three finds something, and the exit code is that of a failure."""
+    if not (kit.REPOSITORY / ".venv" / "done").exists():
+        pytest.skip("the tools are those of .venv")
+    (project / ".venv").symlink_to((kit.REPOSITORY / ".venv").resolve())
+    shutil.copy(kit.REPOSITORY / "pyproject.toml", project)
+    shutil.rmtree(project / "engine" / "tools")
+    (project / "train.py").write_text("import os\ncount : int = 'one'\n")
+    code, _, text = make(project, "lint")
+    assert code == 2
+    assert [word for word in ("F401", "would be reformatted", "bad-assignment") if word not in text] == []
+
+
 def test_setup_again_after_a_failure(project):
     (project / "requirements.txt").write_text("./no-such-folder\n")
     assert make(project, "setup")[0] == 2

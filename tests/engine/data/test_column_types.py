@@ -261,6 +261,7 @@ def test_fractions_of_decimals_are_no_ids(tmp_path):
 
 
 def test_labels_of_several_types_are_named_with_their_line(tmp_path):
+    kit.need_task("text_classification")
     [file] = jsonl(tmp_path, [{"text": "a", "n": 1, "label": 1}, {"text": "b", "n": "x", "label": "0"}])
     bert = kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2})
     tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b"])

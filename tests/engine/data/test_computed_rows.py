@@ -35,7 +35,7 @@ class Rows(ComputedRows):
 
     def row(self, row_id):
         generator = self.generator(row_id)
-        x = generator.normal(size=8)
+        x = generator.normal(size=8) * float(os.environ.get("UNDECLARED", "1"))
         return {"x": x, "y": (x[:4] > 0).astype(np.int64) + generator.integers(0, 2, 4)}
 """
 
@@ -61,11 +61,12 @@ def test_computed_rows_are_exact_on_two_processes_and_after_a_kill(flags, tmp_pa
     assert "Resuming from step 8" in (tmp_path / "killed.out" / "rank0.txt").read_text()
     assert kit.same(resumed.weights, two.weights)
     assert kit.timeless(resumed.folder) == kit.timeless(two.folder)
-    for change in ("code", "input"):
+    for change in ("code", "input", "undeclared"):
         kit.rewind(two.folder, 8, tmp_path / change)
         with monkeypatch.context() as patch:
             add_sample("signs", CODE + "changed = 1\n" * (change == "code"), tmp_path, patch)
             patch.setenv("NOISE", "0.2" if change == "input" else "0.1")
+            patch.setenv("UNDECLARED", "1.1" if change == "undeclared" else "1")
             argv = [*flags, "--output_dir", tmp_path / change, "--resume", tmp_path / change]
             codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / f"{change}_here")
         assert codes == [2], texts

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from engine.data.batch_plan import PlanConfig, training_order
 from engine.data.prepared_split import column_readers
 from engine.task_registry import Batch
 from src.tasks import causal_lm
-from tests.helpers import kit
+from tests.helpers import kit, plain_task
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +136,28 @@ def test_column_values(part):
         if name == "bytes":  # views of the file
             values = [bytes(value) for value in values]
         assert values == batch[name].to_pylist(), name
+
+
+class WithSchedule(plain_task.Task):
+    """Its loss grows with the share of the run that is done."""
+
+    def loss(self, model, inputs):
+        sums = super().loss(model, inputs)
+        if not model.training:
+            return sums
+        labels = (inputs["y"] >= 0).sum()
+        return {"loss": sums["loss"] * (1 + self.progress), "progress": labels * self.progress}
+
+
+def test_progress_of_a_run_is_that_of_its_step(tmp_path):
+    """On one process, on two, and after a resume, bit by bit."""
+    data = plain_task.write_data(tmp_path)
+    with plain_task.registered(SimpleNamespace(Options=plain_task.Options, Task=WithSchedule), "scheduled"):
+        flags = plain_task.flags(data, task="scheduled")
+        one, two = (kit.run_training(world, tmp_path / str(world), *flags) for world in (1, 2))
+        kit.rewind(one.folder, 8, tmp_path / "resumed")
+        resumed = kit.run_training(1, tmp_path / "resumed", *flags)
+    steps = np.arange(24)
+    assert [line["progress"] for line in one.kind("train")] == pytest.approx(steps / 24, rel=1e-6)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    assert kit.same(resumed.weights, one.weights)

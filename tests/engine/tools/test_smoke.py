@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def ranks(monkeypatch):
             return max(process.exitcode for process in processes)
 
         monkeypatch.setattr(smoke, "run_command", run_command)
+        monkeypatch.setattr(smoke, "encoded_rows", lambda _: [{}])  # a new process does not know the task of a test
 
     return use
 
@@ -341,3 +343,51 @@ def test_checkpoint_of_later_weights_is_refused(tiny, tmp_path):
     assert codes == [1], texts
     assert "training changes the model meanwhile" in texts[0]
     assert not (tmp_path / "here" / "run" / "checkpoints" / "step_00000003").exists()
+
+
+# ---- encode, in processes of its own -----------------------------------------------------------------------------------
+
+ENCODE = """
+import os, random
+from datetime import date, datetime
+
+import numpy as np
+
+from src.tasks import causal_lm
+
+Options = causal_lm.Options
+
+
+class Task(causal_lm.Task):
+    def encode(self, batch, locations):
+        rows = super().encode(batch, locations)
+        value = CHANGE
+        rows["input_ids"] = [[int(value) % 50, *ids[1:]] for ids in rows["input_ids"]]
+        return rows
+"""
+CHANGES = {
+    "np.random.default_rng().integers(50)": "another input_ids of train data, input_ids of validation data in another process",
+    "[*set(map(str, range(50)))][0]": "another input_ids",
+    "date.today().toordinal()": "another input_ids",
+    "datetime.now().microsecond": "another input_ids",
+    "os.environ.get('SHIFT', 0)": "reads the environment variable SHIFT",
+    "os.getenv('SHIFT', 0)": "reads the environment variable SHIFT",
+    "7": "",
+}
+
+
+FAST = ("[*set(map(str, range(50)))][0]",)
+
+
+@pytest.mark.parametrize("change", [c if c in FAST else pytest.param(c, marks=pytest.mark.cluster) for c in CHANGES])
+def test_encode_that_depends_on_its_process_is_named(tiny, tmp_path, change):
+    """By this check alone, in a copy of the core with such a task; the sound one is found sound."""
+    copy = tmp_path / "copy"
+    for name in ("engine", "src"):
+        shutil.copytree(kit.REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "src" / "tasks" / "fork.py").write_text(ENCODE.replace("CHANGE", change))
+    code = "import sys; from engine.tools import smoke; smoke.compare_encoded(smoke.encoded_rows(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *kit.flags(**tiny, task="fork", cache_dir=tmp_path / "cache")]
+    done = subprocess.run(command, cwd=copy, env=kit.PLAIN_ENVIRONMENT, capture_output=True, text=True)
+    assert bool(done.returncode) == (change != "7"), done.stderr[-2000:]
+    assert CHANGES[change] in done.stderr
