@@ -118,6 +118,17 @@ def test_special_tokens_that_a_task_sets_stand_in_each_file(recipe, tmp_path, ca
     assert (found.mask_token_id, found.pad_token_id) == (tokenizer.mask_token_id, 0)
 
 
+def test_links_within_the_cache_of_the_hub_are_files(tmp_path):
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "c0ffee"
+    for folder in (snapshot, repository / "blobs"):
+        folder.mkdir(parents=True)
+    for name, target in (("tokenizer.model", repository / "blobs" / "1"), ("tekken.json", tmp_path / "secret")):
+        target.write_text("text")
+        (snapshot / name).symlink_to(target)
+    assert files_of_base._files(snapshot, files_of_base.TOKENIZER) == [snapshot / "tokenizer.model"]
+
+
 def test_tokenizer_that_its_files_would_not_give_here_keeps_those_of_transformers(tmp_path, capsys):
     """Which class reads a tokenizer depends on the configuration beside it: phi3 ignores the class that the file names."""
     base = kit.tiny_tokenizer(tmp_path / "base", ["one two cat"] * 9)
