@@ -7,6 +7,7 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ SAVED = ("checkpoints", "final")  # folders of a run
 
 
 def size_rows(
-    cfg: RunConfig, model: ModelWithLoss, techniques: Techniques, total: int, longest: int = 0
+    cfg: RunConfig, model: ModelWithLoss, optimizer: Any, techniques: Techniques, total: int, longest: int = 0
 ) -> dict[str, str]:
     """Return the rows of the plan of a run of `total` steps that say how large it is. Warn if the disk is too small.
 
@@ -34,13 +35,14 @@ def size_rows(
     _warn_of_full_disk(Path(cfg.output_dir), disk)
     return {
         "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
+        "parameter groups": describe_groups(optimizer.param_groups, cfg.learning_rate),
         "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step, longest),
         "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
     }
 
 
-def group_rows(groups: list[dict], learning_rate: float) -> dict[str, str]:
-    """Return the row of the plan about parameter groups: what share of the trained parameters has which highest rate.
+def describe_groups(groups: list[dict], learning_rate: float) -> str:
+    """Return what share of the trained parameters has which rate, before the schedule, and which weight decay.
 
     Of many groups, as with lr_layer_decay, only the lowest and the highest rate are named."""
     sizes: Counter = Counter()
@@ -51,7 +53,7 @@ def group_rows(groups: list[dict], learning_rate: float) -> dict[str, str]:
     if len(texts) > MANY_GROUPS:
         rates = sorted(learning_rate * group.get("lr_factor", 1.0) for group in groups)
         texts = [f"{len(texts)} with rates of {rates[0]:.2e} to {rates[-1]:.2e}"]
-    return {"parameter groups": "; ".join(texts)}
+    return "; ".join(texts)
 
 
 def _warn_of_full_disk(folder: Path, needed: int) -> None:

@@ -10,7 +10,7 @@ from engine.config.addons import used_addons
 from engine.data.batch_plan import sizes_of_run
 from engine.data.prepared_split import data_notes, describe_rows, format_stats, holds_chats
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_size import group_rows, size_rows
+from engine.loop.run_size import size_rows
 from engine.loop.techniques import Techniques, make_techniques
 from engine.models.compile_and_recompute import compile_and_recompute
 from engine.process.console import table
@@ -32,9 +32,9 @@ def plan_table(
     for addon in used_addons(cfg):
         rows |= addon.plan_rows(cfg, model.task, train_set, total, rows)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {format_rates(cfg, lr_at, total)}"
-    rows |= group_rows(optimizer.param_groups, cfg.learning_rate) | techniques.plan()
+    rows |= techniques.plan()
     longest = train_set.stats.get("longest") if model.task.unit == "tokens" else None
-    return rows | size_rows(cfg, model, techniques, total, longest or 0)
+    return rows | size_rows(cfg, model, optimizer, techniques, total, longest or 0)
 
 
 def data_rows(cfg: RunConfig, splits: dict, task: Task) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_size import group_rows
+from engine.loop.run_size import describe_groups
 from src.training.optimizers import layer_depths, make_optimizer
 from tests.helpers import kit, technique_runs
 
@@ -87,7 +87,7 @@ def test_plan_has_the_rates_of_groups(tmp_path):
     ):
         cfg = RunConfig(learning_rate=1e-3, weight_decay=0.1, **given)
         model = ModelWithLoss(task.build_model(), task)
-        row = group_rows(make_optimizer(cfg, model, fused=False).param_groups, 1e-3)["parameter groups"]
+        row = describe_groups(make_optimizer(cfg, model, fused=False).param_groups, 1e-3)
         assert re.search(said, row), row
 
 
