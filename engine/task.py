@@ -164,10 +164,9 @@ class Task:
         return compute
 
     def write_files(self, folder: "Path", tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """Write further files of a checkpoint or final/, such as those that other programs read; return the tensors that
-        are the model's.
+        """Write further files of a checkpoint or final/, such as other programs read; return the tensors of the model.
 
-        Every rank calls it with the tensors that it writes; what needs none of them is written by rank 0."""
+        Every rank calls it with the tensors that it writes; other files are written by rank 0."""
         return tensors
 
     def model_config(self) -> dict[str, Any]:

@@ -124,6 +124,8 @@ def test_evaluation_by_hand(folder, tmp_path):
     by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:], names)
     assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
     assert 0 < line["mrr"] < 1
+    again = kit.run_evaluation(2, tmp_path / "again", "--checkpoint", run.folder / "final")
+    assert again["loss"] == pytest.approx(line["loss"], rel=1e-9)  # with the learned temperature
 
 
 def test_temperature_of_sharded_runs_and_of_an_older_one(folder, tmp_path):
