@@ -4,9 +4,9 @@ smoke.py compares those of several processes. Tests: tests/engine/tools/test_smo
 """
 
 import hashlib
+import inspect
 import json
 import os
-import sys
 from contextlib import contextmanager
 
 from engine.config import parsing
@@ -41,10 +41,8 @@ class Environment(dict):
         return super().get(name, default)
 
     def note(self, name: str) -> None:
-        frame = sys._getframe(2)
-        if frame.f_code.co_name == "getenv" and frame.f_back:
-            frame = frame.f_back
-        if frame.f_code.co_filename in self.files:
+        callers = [frame.filename for frame in inspect.stack(0)[2:4] if frame.function != "getenv"]
+        if callers[0] in self.files:
             self.names.add(name)
 
 

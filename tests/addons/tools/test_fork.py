@@ -186,7 +186,7 @@ def test_each_addon_alone_trains(tmp_path, addon):
         flags = run_in(copy, "-c", code).splitlines()
         run_in(copy, "train.py", *flags, "--max_steps", "1", "--output_dir", "run")
     elif room == "techniques":
-        options = {"unfreeze": {"steps": {".*": 1}}, "progressive_resizing": None}.get(name, {})
+        options = {"unfreeze": {"steps": {"*": 1}}, "progressive_resizing": None}.get(name, {})
         if options is not None:
             values = {**kit.tiny_files(tmp_path), "techniques": json.dumps({name: options})}
             run_in(copy, "train.py", *kit.flags(**values, max_steps=2, output_dir="run"))
