@@ -12,10 +12,12 @@ import yaml
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.addons import first_answer, used_addons
 from engine.config.redact import redact_all
+from engine.data.prepared_split import counted_rows
 from engine.loop.train_state import Run
 from engine.models.base_model import BaseModel
 from engine.storage import hub
 from engine.storage.jsonl import lines_from_end, read_json
+from engine.text.chat_options import PROMPT
 
 PIPELINES = {  # the end of the name of a model's class -> its pipeline, unless a task has a `pipeline_tag`
     "ForCausalLM": "text-generation",
@@ -49,6 +51,11 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
         parts.append(f"Its base model is {public_name(base.name)}, {version}.")
     if best:
         parts.append(f"{best[0].upper()}{best[1:]}.")
+    prompt = task.plan_rows(task.reads_chats).get(PROMPT)
+    if prompt:
+        parts.append(f"In training, {PROMPT} `{prompt}`.")
+    for kind, (_, number) in counted_rows(run.datasets["train"]):
+        parts.append(f"{number:,} {kind}.")
     lines = lines_from_end(Path(cfg.output_dir, "metrics.jsonl")) if evaluated else ()
     numbers = next((line for _, line in lines if line.get("kind") == "eval" and line["step"] == evaluated), {})
     rows = {option: config[option] for option in OPTIONS if config.get(option) is not None}

@@ -220,13 +220,17 @@ def data_notes(splits: dict) -> list[str]:
             share = stats["unknown_tokens"] / stats["tokens"]
             text = f"{stats['unknown_tokens']:,} tokens ({share:.2%}) are the unknown token of the tokenizer"
             notes.append(f"{name} data: {text}: it has no token for these words or characters, so they are lost")
-        for _, _, part in split.segments():
-            for kind, (first, number) in part.stats.get("counted", {}).items():
-                notes.append(f"{name} data: {number:,} {kind} (first: {first})")
+        notes += [f"{name} data: {number:,} {kind} (first: {first})" for kind, (first, number) in counted_rows(split)]
     both, checked = repeated(splits)
     if both:
         notes.append(f"validation data: {both:,} of {checked:,} examples checked are also in the training data")
     return notes
+
+
+def counted_rows(split) -> list[tuple[str, tuple[str, int]]]:
+    """Return (what is said of rows, (the first one, how many)) of what was counted in each source of a split."""
+    parts = split.segments() if split.stats["examples"] is not None else []
+    return [each for _, _, part in parts for each in part.stats.get("counted", {}).items()]
 
 
 def repeated(splits: dict) -> tuple[int, int]:

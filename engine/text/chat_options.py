@@ -11,6 +11,7 @@ from engine.config.errors import UsageError, may_be_removed
 from engine.config.option import AS_GIVEN, option
 
 CHATS = "chats"
+PROMPT = "answers follow"  # in the plan and the model card
 
 
 @dataclass
@@ -72,7 +73,7 @@ class ChatFormat:
     def plan(self) -> dict[str, str]:
         """Return the rows of the plan: which template writes the chats, and why; how answers are prompted."""
         rows = {"chat template": self.choice}
-        return rows | {"answers follow": repr(self.prompt)[1:-1]} if self.prompt else rows
+        return rows | {PROMPT: repr(self.prompt)[1:-1]} if self.prompt else rows
 
 
 def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:

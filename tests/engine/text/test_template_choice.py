@@ -324,8 +324,11 @@ def test_a_run_saves_the_tokenizers_own_template(run):
 
 
 def test_plan_names_the_template(run, tmp_path, capsys):
-    """For chats only, also if the rows are prepared already."""
-    _, fields = run
+    """For chats only, also if the rows are prepared already. The model card says how answers are prompted, too."""
+    trained, fields = run
+    card = (trained.folder / "final" / "README.md").read_text()
+    assert r"answers follow `<|im_start|>assistant\n`" in card
+    assert re.search(r"^48 answers have no reasoning", card, re.M)
     out = ("--dry_run", "--output_dir", str(tmp_path / "run"))
     train.main([*kit.flags(**fields), *out])
     assert re.search(r"^  chat template +qwen3: .*final/ keeps the tokenizer's own$", capsys.readouterr().out, re.M)
