@@ -130,10 +130,10 @@ def missing_addon(name: str, value: Any = None) -> str | None:
         return None
     path = REPOSITORY / addon
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    missing = missing_need(file) if file.exists() else str(file.relative_to(REPOSITORY))
+    missing = missing_need(file) if file.exists() else f"{addon}/__init__.py" if path.is_dir() else addon
     if not missing:
         return None
-    return f"{name}: the add-on {addon} needs {missing}, which is not here: restore it and what it imports, or do not use it"
+    return f"{name}: this is of the add-on {addon}; {missing} is not here: restore it and what it imports, or do not use it"
 
 
 def known_addons() -> dict[str, str]:

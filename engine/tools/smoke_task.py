@@ -5,7 +5,6 @@ Tests: tests/engine/tools/test_smoke.py.
 
 import copy
 import gc
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from engine.checkpointing.locate_weights import init_weights
 from engine.config import parsing, validation
-from engine.config.errors import Failure, UsageError, warn
+from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.data import dataset
 from engine.data.batch_plan import evaluation_order, sizes_of_run
@@ -26,7 +25,7 @@ from engine.distributed.init_accelerator import check_environment, init_accelera
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.process.exit_codes import is_out_of_memory, run_main
 from engine.task_registry import OPTIONS, Task, make_task
-from engine.tools.task_checks import check_collate, check_loss, check_weight, place
+from engine.tools.task_checks import check_collate, check_loss, check_weight
 
 STEPS = 3  # of each run of smoke.py; the second one resumes at the step before the last
 ROWS = 4  # of each split, for `collate` and `loss`
@@ -88,8 +87,8 @@ def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
 
 
 def check_evaluation(cfg: RunConfig, task: Task, split: Any, accelerator: Any) -> None:
-    """Raise Failure if the first weights have another loss of the validation rows when it is computed again. Warn if it
-    depends on the rows beside a row. Each process computes all of it; a collective for sharded models."""
+    """Warn if the loss of the validation rows with the first weights depends on the rows beside a row. That it is the same
+    when it is computed again, smoke.py finds by the resume. Each process computes all; a collective for sharded models."""
     if hasattr(task, "sums_by_block"):
         return  # its loss is one over many rows
     backend = backends.make_backend(accelerator, cfg)
@@ -97,12 +96,6 @@ def check_evaluation(cfg: RunConfig, task: Task, split: Any, accelerator: Any) -
     module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
     module.eval()
     first = mean_loss(module, task, split, cfg, accelerator)
-    again = mean_loss(module, task, split, cfg, accelerator)
-    if json.dumps(first) != json.dumps(again):  # NaN is equal to itself
-        raise Failure(
-            f"{place(task)}: the loss of the same validation rows and weights is {first}, and {again} when it is computed "
-            "again: draw in `loss` and `collate` only from seeded generators"
-        )
     one_by_one = replace(cfg, per_device_eval_batch_size=1)
     single = mean_loss(module, task, split, one_by_one, accelerator)
     tolerance = 1e-4 if is_exact(cfg, accelerator) else 1e-2

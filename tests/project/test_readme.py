@@ -67,7 +67,7 @@ def check_run_file(path):
     try:
         validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
     except UsageError as error:
-        if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
+        if not re.search(r"the add-on \S+; \S+ is not here|is an add-on that is not here", str(error)):
             raise
     if f"`{path.name}`" in TASKS_PAGE:  # else a run file of one's own
         first, _, rest = path.read_text().partition("\n")

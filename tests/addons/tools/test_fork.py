@@ -111,10 +111,10 @@ def test_copy_without_addons(tmp_path):
     (copy / "addons" / "techniques" / "mine.py").write_text("class Mine: pass\n")  # its base class is not here
     files = {
         "techniques": "techniques/__init__.py",
-        "peft": "adapters/peft.py",
-        "mlm_probability": "tasks/masked_lm.py",
+        "peft": "adapters/peft",
+        "mlm_probability": "tasks/masked_lm",
     }
-    files |= {"task": "tasks/kto.py", "lr_scheduler_type": "schedules/one_cycle.py"}
+    files |= {"task": "tasks/kto", "lr_scheduler_type": "schedules/one_cycle"}
     values = {
         "techniques": "{mine: {}}",
         "peft": "{type: lora}",
@@ -127,7 +127,7 @@ def test_copy_without_addons(tmp_path):
         assert done.returncode == 2
         for name in given:
             assert re.search(
-                rf"{name}: the add-on addons/\S+ needs addons/{files[name]}, which is not here", done.stderr
+                rf"{name}: this is of the add-on addons/\S+; addons/{files[name]} is not here", done.stderr
             )
 
 
