@@ -180,13 +180,14 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
 
 def _check_trackers(names: list[str]) -> None:
     """Raise UsageError for an unknown tracker, and for one that accelerate skips silently: its package is missing."""
-    from accelerate.tracking import get_available_trackers
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    missing = {*names} - {"all", "none", *map(str, get_available_trackers())}
-    if unknown := missing - {*LoggerType.list()}:
-        choices = ", ".join(LoggerType.list())
+    known = {*LoggerType.list(), *map(str, LOGGER_TYPE_TO_CLASS)}  # and those that a copy has registered
+    if unknown := {*names} - known - {"none"}:
+        choices = ", ".join(sorted(known))
         raise UsageError(f"report_to: {min(unknown)} is no tracker of accelerate: choose from {choices}")
+    missing = ({*names} & {*LoggerType.list()}) - {"all", *map(str, get_available_trackers())}
     if missing:
         raise UsageError(f"report_to: the package of {min(missing)} is not installed: {how_to_install(min(missing))}")
 

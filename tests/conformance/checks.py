@@ -32,7 +32,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def run_batch(
-    task, model, rows: list[dict], training: bool, collated_for_training: bool, seed: int = 0
+    task, model, rows: list[dict], training: bool, collated_for_training: bool = False, seed: int = 0
 ) -> tuple[dict, dict]:
     """Return (weight and sums, values per row) of a batch, all in float64 on the host."""
     model.train(training)
