@@ -17,7 +17,7 @@ from engine.config.addons import addon_names, first_answer, load_addon
 from engine.config.errors import UsageError, may_be_removed
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
-from engine.distributed.exact_sums import GradientSums
+from engine.distributed.exact_sums import GradientSums, join_values, split_values
 from engine.distributed.host_group import HostGroup
 from engine.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from engine.distributed.sharded_tensors import is_partial, plain_name
@@ -220,6 +220,13 @@ class Backend:
         batch: backends average over ranks, so it contains their number; exact sums do not, because a mean rounds."""
         self.is_scaled = True
         return (1 if self.cfg.exact_sums else self.data_world_size) / totals.weight
+
+    def sum_over_micro_batches(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the first dimension, one entry per micro-batch of this rank, and over all ranks."""
+        is_exact = self.cfg.exact_sums
+        total: Any = split_values(values).sum(1) if is_exact else sum(values[1:], values[0])
+        total = self.accelerator.reduce(total, "sum")
+        return join_values(total).to(values.dtype) if is_exact else total
 
     @contextmanager
     def exact_step(self, is_real: list[bool]) -> Iterator[None]:

@@ -68,7 +68,13 @@ def test_one_hash_in_bf16(tiny, one, tmp_path):
 def test_one_hash_in_fp16(files, tmp_path):
     """The scale begins too high: the first updates are skipped, on all ranks."""
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_length": 8}
-    fields |= {"global_batch_size": 6, "per_device_batch_size": 2, "max_steps": 6, "logging_steps": 1, "exact_sums": True}
+    fields |= {
+        "global_batch_size": 6,
+        "per_device_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "exact_sums": True,
+    }
     runs = []
     for world in (1, 2):
         argv = kit.flags(**fields, output_dir=tmp_path / str(world))

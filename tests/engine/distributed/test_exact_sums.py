@@ -76,7 +76,14 @@ def _sum_on_this_rank(scale: float, piece: int) -> tuple[int, list[torch.Tensor 
     accelerator = Accelerator(cpu=True)
     hosts = HostGroup(accelerator, timeout=60)
     rank, world = accelerator.process_index, accelerator.num_processes
-    dtypes = [torch.float32, torch.float64, torch.float32, *[torch.float32] * len(BEYOND), torch.bfloat16, torch.float32]
+    dtypes = [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+        *[torch.float32] * len(BEYOND),
+        torch.bfloat16,
+        torch.float32,
+    ]
     parameters = [torch.nn.Parameter(torch.ones(3, 7, dtype=dtype)) for dtype in dtypes]
     sums = GradientSums(parameters, hosts, accelerator.device)
     mine = [*range(7)][rank::world]
