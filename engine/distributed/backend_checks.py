@@ -10,7 +10,7 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.distributed.exact_sums import ADDENDS
+from engine.distributed.exact_sums import ADDENDS, use_exact_kernels
 from engine.distributed.sharded_tensors import plain_name
 from engine.process import private_apis
 
@@ -35,7 +35,7 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
 
 
 def check_exact(backend: "Backend", cfg: RunConfig) -> None:
-    """Raise UsageError if `exact_sums` cannot hold in this launch."""
+    """Raise UsageError if `exact_sums` cannot hold in this launch; choose kernels with which it does."""
     device = backend.accelerator.device.type
     reasons = {
         f"{backend.name} adds gradients in its own order: use one process or DDP (accelerate_configs/ddp.yaml)": (
@@ -43,10 +43,12 @@ def check_exact(backend: "Backend", cfg: RunConfig) -> None:
         ),
         f"ddp_comm_hook {cfg.ddp_comm_hook} rounds what is sent: set it to 'no'": cfg.ddp_comm_hook != "no",
         f"a device of type {device} is not supported: use CPUs or CUDA": device not in ("cpu", "cuda"),
+        "compile chooses kernels by measured times: set compile to false": cfg.compile and device != "cpu",
     }
     for reason, holds in reasons.items():
         if holds:
             raise UsageError(f"exact_sums is true, but {reason}, or set exact_sums to false")
+    use_exact_kernels(backend.accelerator.device)
 
 
 def check_addends(count: int) -> None:

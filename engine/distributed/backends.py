@@ -17,7 +17,7 @@ from engine.config.addons import addon_names, first_answer, load_addon
 from engine.config.errors import UsageError, may_be_removed
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
-from engine.distributed.exact_sums import GradientSums, join_values, split_values
+from engine.distributed.exact_sums import GradientSums, deterministic_or_refused, join_values, split_values
 from engine.distributed.host_group import HostGroup
 from engine.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from engine.distributed.sharded_tensors import is_partial, plain_name
@@ -237,7 +237,7 @@ class Backend:
         backend_checks.check_addends(len(is_real) * self.data_world_size)
         scaler = self.accelerator.scaler
         self.is_scaled = False
-        with self.sums.step(any(is_real), 1.0 if scaler is None else scaler.get_scale()):
+        with self.sums.step(any(is_real), 1.0 if scaler is None else scaler.get_scale()), deterministic_or_refused():
             yield
             backend_checks.check_scaled(self.is_scaled)
 

@@ -7,6 +7,7 @@ Infinities, and numbers beyond the range, become NaN, which no sum loses.
 Tests: tests/engine/distributed/test_exact_sums.py, tests/conformance/test_exact_sums.py.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from engine.config.errors import UsageError
 from engine.distributed.host_group import HostGroup
 
 ADDENDS = 2**12  # micro-batches of a step
@@ -55,6 +57,30 @@ def split_values(values: torch.Tensor) -> torch.Tensor:
 def join_values(parts: torch.Tensor) -> torch.Tensor:
     """Return the sums of such values from the sums of their parts."""
     return join(parts, LARGEST_VALUE)
+
+
+def use_exact_kernels(device: torch.device) -> None:
+    """Choose kernels whose results do not depend on the number of threads, or on the order in which threads add."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # with more, the backward pass of a layer norm, and norms, add in as many parts
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def deterministic_or_refused() -> Iterator[None]:
+    """Raise UsageError for torch's error about an operation without a deterministic kernel for this device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" in str(error):
+            raise UsageError(
+                f"exact_sums is true, but {str(error).split(', but')[0]}: set exact_sums to false"
+            ) from error
+        raise
 
 
 class GradientSums:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train
 from engine.distributed import backend_checks, exact_sums
 from engine.distributed.backends import Backend
 from engine.distributed.running_statistics import StepBuffers
@@ -50,6 +51,19 @@ def one(tiny, tmp_path_factory):
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_hash_on_any_number_of_processes(tiny, one, tmp_path, world):
     assert run(world, tmp_path / "run", *recipe(tiny)) == one
+
+
+def _train_with_threads(argv) -> int:
+    torch.set_num_threads(3)
+    train.main([str(word) for word in argv])
+    return torch.get_num_threads()
+
+
+def test_one_hash_with_any_number_of_threads(tiny, one, tmp_path):
+    """The backward pass of a layer norm depends on it, for more rows than here."""
+    argv = [*recipe(tiny), "--output_dir", tmp_path / "run"]
+    assert kit.spawn(1, _train_with_threads, argv, out=tmp_path / "out") == [1]
+    assert numbers(tmp_path / "run") == one
 
 
 def test_one_hash_after_a_kill_and_other_numbers_of_processes(tiny, one, tmp_path):
