@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
+from engine.checkpointing.tensor_files import Tensors, file_name, weights_sha256, write_tensors
 from engine.config.addons import used_addons
 from engine.config.redact import redact_all
 from engine.config.run_config import RunConfig
@@ -174,6 +174,12 @@ def write_card(folder: Path, run: Run, config: dict, final_step: int, average: s
     )
     text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def add_hash(folder: Path) -> None:
+    """Add the SHA-256 of the weights of a complete final/, which may be an average or merged, to its model card."""
+    with (folder / "README.md").open("a", encoding="utf-8") as card:
+        card.write(f"\nSHA-256 of these weights: {weights_sha256(folder)}\n")
 
 
 def _public_name(source: str) -> str:
