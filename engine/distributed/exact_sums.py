@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,13 @@ def split(values: torch.Tensor, largest: int, count: int, scale: float = 1.0) ->
         values = values * (2.0 ** (1024 - largest) / scale) * 2.0 ** (RANGE - 1024)
     else:
         values = (values.float() * (2.0 ** (RANGE - largest) / scale)).double()
-    for part in range(count):
-        # So large that a sum with it has no bits below the unit of this part.
-        rounder = 1.5 * 2.0 ** (RANGE + 11 - 42 * part)
+    # So large that a sum with it has no bits below the unit of a part.
+    *rounders, last = (1.5 * 2.0 ** (RANGE + 11 - 42 * part) for part in range(count))
+    for rounder in rounders:
         rounded = (values + rounder).sub_(rounder)
         values.sub_(rounded)
         yield rounded
+    yield values.add_(last).sub_(last)
 
 
 def join(parts: torch.Tensor, largest: int, scale: float = 1.0) -> torch.Tensor:
@@ -92,18 +94,20 @@ class GradientSums:
         self.parameters = parameters
         self.hosts = hosts
         self.piece = PIECE.get(device.type, PIECE["cuda"])
-        self.scale: float | None = None  # of the loss (fp16); None outside of a step
+        self.scale = 0.0  # of the loss (fp16: more than 1); 0 outside of a step
         self.used: set[int] = set()  # parameters with a gradient from this rank in this step
-        self.sums: dict[int, torch.Tensor] = {}  # by parameter: a slice of `flat`, (parts, values)
-        self.flat: dict[torch.dtype, torch.Tensor] = {}
-        for dtype in {p.dtype: 0 for p in parameters}:
-            indices = [index for index, p in enumerate(parameters) if p.dtype == dtype]
-            sizes = [parameters[index].numel() for index in indices]
-            count = 3 if dtype == torch.float64 else 2
-            self.flat[dtype] = torch.empty((count, sum(sizes)), dtype=torch.float64, device=device)
-            self.sums |= zip(indices, self.flat[dtype].split(sizes, dim=1), strict=True)
+        self.pending: dict[int, torch.Tensor] = {}  # gradients by parameter, until there are enough to split at once
+        self.flat: dict[torch.dtype, torch.Tensor] = {}  # (parts, values of all parameters of this dtype)
+        self.slices: list[slice] = []  # of `flat`, by parameter
+        sizes: dict[torch.dtype, int] = {}
         for index, parameter in enumerate(parameters):
+            start = sizes.get(parameter.dtype, 0)
+            sizes[parameter.dtype] = start + parameter.numel()
+            self.slices.append(slice(start, start + parameter.numel()))
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+        for dtype, size in sizes.items():
+            count = 3 if dtype == torch.float64 else 2
+            self.flat[dtype] = torch.empty((count, size), dtype=torch.float64, device=device)
 
     @contextmanager
     def step(self, is_real: bool, scale: float) -> Iterator[None]:
@@ -115,43 +119,65 @@ class GradientSums:
         self.is_real = is_real
         try:
             yield
+            self._add()
         finally:
-            self.scale = None
+            self.scale = 0.0
+            self.pending = {}
         self._put(scale)
 
-    @torch.no_grad()
     def _take(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Add the gradient of one backward pass to the sums, and free it."""
+        """Take the gradient of one backward pass out of `.grad`."""
         gradient = parameter.grad
-        if self.scale is None or gradient is None:
+        if not self.scale or gradient is None:
             return
         parameter.grad = None
         if not self.is_real:
             return
-        is_first = index not in self.used
-        self.used.add(index)
-        pieces = gradient.reshape(-1).split(self.piece)
-        for values, sums in zip(pieces, self.sums[index].split(self.piece, dim=1), strict=True):
-            for total, part in zip(sums, split(values, LARGEST_GRADIENT, len(sums), self.scale), strict=True):
-                total.copy_(part) if is_first else total.add_(part)
+        if index in self.pending:  # of the micro-batch before
+            self._add()
+        self.pending[index] = gradient
+        if sum(each.numel() for each in self.pending.values()) >= self.piece:
+            self._add()
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        """Add the pending gradients to the sums, and free them; those of neighbors in `flat` together."""
+
+        def neighbors(item: tuple[int, int]) -> tuple:
+            position, index = item
+            return index - position, self.parameters[index].dtype, index in self.used
+
+        for (_, dtype, is_used), group in groupby(enumerate(sorted(self.pending)), neighbors):
+            indices = [index for _, index in group]
+            flat = [self.pending.pop(index).reshape(-1) for index in indices]
+            gradient = torch.cat(flat) if len(flat) > 1 else flat[0]
+            sums = self.flat[dtype][:, self.slices[indices[0]].start : self.slices[indices[-1]].stop]
+            for values, totals in zip(gradient.split(self.piece), sums.split(self.piece, dim=1), strict=True):
+                for total, part in zip(totals, split(values, LARGEST_GRADIENT, len(totals), self.scale), strict=True):
+                    total.add_(part) if is_used else total.copy_(part)
+            self.used.update(indices)
 
     @torch.no_grad()
     def _put(self, scale: float) -> None:
         """Sum over the ranks, and set `.grad` of each parameter that any of them has used."""
         used = self.hosts.sum([float(index in self.used) for index in range(len(self.parameters))]).tolist()
-        for index, sums in self.sums.items():
+        for index, (parameter, place) in enumerate(zip(self.parameters, self.slices, strict=True)):
             if index not in self.used:
-                sums.zero_()
-        for dtype, flat in self.flat.items():
-            gradient = torch.empty(flat.shape[1], dtype=dtype, device=flat.device)
-            if not self.hosts.is_single:
-                for part in flat:
-                    for piece in part.split(REDUCED):
-                        dist.all_reduce(piece)
-            for values, sums in zip(gradient.split(self.piece), flat.split(self.piece, dim=1), strict=True):
-                values.copy_(join(sums, LARGEST_GRADIENT, scale))
-            mine = [(index, p) for index, p in enumerate(self.parameters) if p.dtype == dtype]
-            for (index, p), value in zip(mine, gradient.split([p.numel() for _, p in mine]), strict=True):
-                p.grad = value.view_as(p) if used[index] else None
-                if not p.is_contiguous() and p.grad is not None:  # optimizers want the layout of the weight
-                    p.grad = torch.empty_like(p).copy_(p.grad)
+                self.flat[parameter.dtype][:, place].zero_()
+        gradients = {dtype: self._reduced(flat, dtype, scale) for dtype, flat in self.flat.items()}
+        for parameter, place, is_used in zip(self.parameters, self.slices, used, strict=True):
+            gradient = gradients[parameter.dtype][place].view_as(parameter)
+            if not parameter.is_contiguous():  # optimizers want the layout of the weight
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient if is_used else None
+
+    def _reduced(self, flat: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+        """Return the gradients of all parameters of one dtype, from the sums of all ranks."""
+        if not self.hosts.is_single:
+            for part in flat:
+                for piece in part.split(REDUCED):
+                    dist.all_reduce(piece)
+        gradient = torch.empty(flat.shape[1], dtype=dtype, device=flat.device)
+        for values, sums in zip(gradient.split(self.piece), flat.split(self.piece, dim=1), strict=True):
+            values.copy_(join(sums, LARGEST_GRADIENT, scale))
+        return gradient
