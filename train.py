@@ -140,7 +140,7 @@ def compute_gradient(backend, module: torch.nn.Module, batch: StepBatch, totals:
 
     A loss that is not finite on one rank makes the gradient of every rank non-finite. Nothing here waits for the
     device."""
-    scale = backend.data_world_size / totals.weight  # backends average gradients over ranks; this makes them a sum
+    scale = backend.loss_scale(totals)  # 1 / weight, times the ranks that the backend averages gradients over
     device = backend.accelerator.device
     outputs = []
     for micro, rows in batch:

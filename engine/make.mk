@@ -135,9 +135,9 @@ storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compar
 	@$(call need,addons/tools/kill_storm.py)
 	$(VENV)/python -m addons.tools.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
-same: .venv/done ## compare the numbers of this folder with those of the commit BASE, bitwise
-	@test -n '$(BASE)' || { echo "error: give BASE=commit" >&2; exit 2; }
-	@$(call need,addons/tools/same.py) $(VENV)/python -m addons.tools.same '$(BASE)' $(ARGS)
+same: .venv/done ## compare the numbers of this folder with those of the commit BASE, or RUNS='folder folder', bitwise
+	@test -n '$(BASE)$(RUNS)' || { echo "error: give BASE=commit, or RUNS='folder folder'" >&2; exit 2; }
+	@$(call need,addons/tools/same.py) $(VENV)/python -m addons.tools.same $(or $(RUNS),'$(BASE)') $(ARGS)
 
 fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …", or none] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }

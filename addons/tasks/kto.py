@@ -260,7 +260,7 @@ def baseline_of_batch(backend: Any, module: torch.nn.Module, batch: Any) -> torc
     device = backend.accelerator.device
     # The same on a rank that has only dummy batches.
     dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
-    total = torch.zeros(2, dtype=dtype, device=device)
+    totals = [torch.zeros(2, dtype=dtype, device=device)]
     for micro, rows in batch:
         if micro.dummy and not backend.is_sharded:
             continue
@@ -270,6 +270,5 @@ def baseline_of_batch(backend: Any, module: torch.nn.Module, batch: Any) -> torc
         with backend.buffers.unchanged():  # running statistics
             out = caller(inputs)
         if not micro.dummy:
-            total += torch.stack([out["loss"], out["counted"]]).to(dtype)
-    sums: Any = backend.accelerator.reduce(total, "sum")
-    return _baseline(sums[0], sums[1])
+            totals.append(torch.stack([out["loss"], out["counted"]]).to(dtype))
+    return _baseline(*backend.sum_over_micro_batches(torch.stack(totals)))

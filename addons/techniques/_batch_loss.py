@@ -86,20 +86,20 @@ def batch_loss_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, totals.weight)
+    losses, sums = _backward_in_two_passes(batch_loss, backend, module, step_batch, totals)
     return StepLosses(torch.stack(losses).detach(), {name: value.detach().double() for name, value in sums.items()})
 
 
 def _backward_in_two_passes(
-    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: BatchLoss, backend: Backend, module: torch.nn.Module, step_batch: StepBatch, totals: StepTotals
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = backend.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = backend.is_first_step
     vectors, places = _global_vectors(backend, model_with_loss, module, step_batch)
-    loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, totals.weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
-    factor = 0.0 * loss + backend.data_world_size / total_weight
+    factor = 0.0 * loss + backend.loss_scale(totals)
     losses, unequal = [], set()
     for (micro, batch), rows in zip(step_batch, places, strict=True):
         with backend.no_sync(module, unless=micro.last):

@@ -1,9 +1,12 @@
-"""Bitwise comparison of two commits: the same small float64 trainings in both, every number and tensor compared.
+"""Bitwise comparison of two commits, or of two runs.
 
     make same BASE=HEAD~1 [ARGS='--only two_processes']
+    make same RUNS='runs/a runs/b'
 
-For a change that must not change numbers: refactoring, speed. The newer side is this folder as it is, with uncommitted
-changes. Tests: tests/addons/tools/test_same.py.
+Of two commits: the same small float64 trainings in both, every number and tensor compared. For a change that must not
+change numbers: refactoring, speed. The newer side is this folder as it is, with uncommitted changes.
+Of two runs: the hashes of their weights at each checkpoint that both have, then their lines, up to the first step that
+differs; as with `exact_sums` on other numbers of processes. Tests: tests/addons/tools/test_same.py.
 """
 
 import argparse
@@ -86,11 +89,58 @@ def differences(old: dict, new: dict) -> list[str]:
     return lines
 
 
+# ---- two runs --------------------------------------------------------------------------------------------------------
+
+
+def hashes_of(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of the weights in each checkpoint, by step."""
+    states = {
+        path.parent.name: json.loads(path.read_text()) for path in sorted(run.glob("checkpoints/step_*/state.json"))
+    }
+    return {name: state["weights_sha256"] for name, state in states.items() if state.get("weights_sha256")}
+
+
+def lines_of(run: Path) -> dict[tuple[int, str, int], dict]:
+    """Return the lines of metrics.jsonl without times by step, kind and number, the first step first."""
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        sys.exit(f"error: {run} has no metrics.jsonl: give the folders of two runs")
+    lines: dict[tuple[int, str, int], dict] = {}
+    for line in map(json.loads, file.read_text().splitlines()):
+        numbered = sum((line["step"], line["kind"]) == key[:2] for key in lines)
+        lines[line["step"], line["kind"], numbered] = {key: v for key, v in line.items() if key not in TIMES}
+    return dict(sorted(lines.items()))
+
+
+def compare_runs(one: Path, other: Path) -> int:
+    """Print what is equal, and the first difference; return 1 if there is one, else 0."""
+    lines, more = lines_of(one), lines_of(other)
+    hashes, others = hashes_of(one), hashes_of(other)
+    steps = [step for step in hashes if step in others]
+    differing = [step for step in steps if hashes[step] != others[step]]
+    for step in steps:
+        verdict = f"{hashes[step][:16]} and {others[step][:16]}" if step in differing else f"equal, {hashes[step]}"
+        print(f"weights sha256 of {step}: {verdict}")
+    if not steps:
+        print("no checkpoint of one step is in both runs")
+    first = next((key for key in sorted(lines | more) if lines.get(key) != more.get(key)), None)
+    if first is not None:
+        step, kind, _ = first
+        name = f"the {kind} line of step {step}"
+        print(f"first difference: {differences({name: lines.get(first)}, {name: more.get(first)})[0]}")
+    else:
+        print(f"{len(lines)} lines: equal")
+    return int(bool(differing) or first is not None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make same", description=__doc__.split("\n")[0])
-    parser.add_argument("base", help="the commit to compare this folder with")
+    parser.add_argument("base", help="the commit to compare this folder with, or a run")
+    parser.add_argument("other", nargs="?", type=Path, help="another run, to compare with the run `base`")
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
     options = parser.parse_args()
+    if options.other:
+        return compare_runs(Path(options.base), options.other)
     count = 0
     with tempfile.TemporaryDirectory(prefix="same-") as temporary:
         folder = Path(temporary)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.checkpointing.model_folder import is_final_of, write_model
-from engine.checkpointing.tensor_files import TensorReader, Tensors, file_name, write_tensors
+from engine.checkpointing.tensor_files import TensorReader, Tensors, file_name, weights_sha256, write_tensors
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
@@ -48,17 +48,22 @@ def collect_tensors(
 
 
 def write_checkpoint(
-    folder: Path, model_with_loss: ModelWithLoss, tensors: dict[str, Tensors], state: dict, rank: int, world: int
+    folder: Path, model_with_loss: ModelWithLoss, tensors: dict[str, Tensors], rank: int, world: int
 ) -> None:
-    """Write all files of a checkpoint, or only those of one rank if `world` > 1.
+    """Write all files of a checkpoint but state.json, or only those of one rank if `world` > 1.
 
     Reads `tensors` instead of the model's parameters, so training may continue in the meantime."""
     write_model(model_with_loss, folder, tensors["model"], rank, world)
     for part, named in tensors.items():
         if part != "model" and (named or world == 1):
             write_tensors(named, folder / file_name(part, rank, world))
-    if rank == 0:
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def write_state(folder: Path, state: dict) -> str:
+    """Write state.json beside the weights of all ranks, with their SHA-256; return it."""
+    state = state | {"weights_sha256": weights_sha256(folder)}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    return state["weights_sha256"]
 
 
 def load_checkpoint(checkpoint: Path, run: Run, parts: dict[str, Any]) -> TrainState:

@@ -29,7 +29,7 @@ from engine.loop.techniques import Techniques
 from engine.loop.train_state import Intervals, Run, check_finite
 from engine.process import console, run_status
 from engine.process.exit_codes import is_exiting
-from engine.storage import atomic_folder
+from engine.storage import atomic_folder, jsonl
 
 log = logging.getLogger("run")
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
@@ -153,6 +153,7 @@ class Checkpointer:
     def _write(self, tensors: dict[str, Tensors], state: dict, error: OSError | None, pause: str) -> None:
         """Write a checkpoint, then delete old ones; in the background thread. `error`: of the lines that come before."""
         writer = self.writer
+        sha256 = ""
         progress = state["progress"]
         step = progress["step"]
         folder = self.folder / "checkpoints" / f"step_{step:08d}"
@@ -162,16 +163,17 @@ class Checkpointer:
             if file.path.exists():  # it does not exist before its first line
                 atomic_folder.fsync(file.path)
         with writer.temporary_folder(folder) as temporary:
-            checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, state, writer.rank, writer.world)
+            checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, writer.rank, writer.world)
             if self.is_main:
                 hashes = writer.add_shards(temporary)
+                sha256 = checkpoint_folder.write_state(temporary, state)
                 writer.publish(temporary, folder, step, hashes)
         if not self.is_main:
             return
         self.saved = (step, progress["evaluated"])
         checkpoint_folder.prune(self.cfg, progress["best_step"])
         show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
-        show(f"step {step} saved in {folder}; {pause}")
+        show(f"step {step} saved in {folder}; {pause}; weights sha256 {sha256[:16]}")
 
     def _flush(self) -> OSError | None:
         """Write the queued lines of all files, so that a checkpoint is never ahead of metrics.jsonl; return the error."""
@@ -266,13 +268,15 @@ class Checkpointer:
                 files_of_base.complete_final(temporary, run)
                 step = 0 if self.average else self.final_step
                 model_card.write_card(temporary, run, self.metadata["config"], step, self._best_sentence())
+                model_card.add_hash(temporary)
                 writer.publish(temporary, final, self.final_step, hashes)
 
     # ---- for the summary ---------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, and what add-ons did with final/."""
-        lines = [self.due.early_stop_message(), self._best_sentence(), *self.addon_messages]
+        sha256 = f"weights sha256 {self._sha256()} (step {self.state.step:,})"
+        lines = [self.due.early_stop_message(), self._best_sentence(), *self.addon_messages, sha256]
         return "\n".join(line for line in lines if line)
 
     def _best_sentence(self) -> str:
@@ -288,4 +292,9 @@ class Checkpointer:
 
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""
-        return self.due.outcome() | {"final_step": self.final_step}
+        return self.due.outcome() | {"final_step": self.final_step, "weights_sha256": self._sha256()}
+
+    def _sha256(self) -> str | None:
+        """Return the SHA-256 of the weights of this step, from its checkpoint."""
+        checkpoint = self.folder / "checkpoints" / f"step_{self.state.step:08d}"
+        return jsonl.read_json(checkpoint / "state.json").get("weights_sha256")

@@ -44,6 +44,22 @@ def digest(value: torch.Tensor) -> str:
     return f"{value.dtype} {list(value.shape)} {sha256(data).hexdigest()[:16]}"
 
 
+def weights_sha256(folder: Path) -> str:
+    """Return the SHA-256 of the weights in a checkpoint or model folder: of their sorted names, types, shapes and hashes.
+
+    It does not depend on how many files hold them. docs/tracking.md has these lines for everybody."""
+    rows = []
+    for path in folder.glob("*model*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            for name, tensor in json.loads(file.read(size)).items():
+                if name != "__metadata__":
+                    start, end = tensor["data_offsets"]
+                    file.seek(8 + size + start)
+                    rows.append([name, tensor["dtype"], tensor["shape"], sha256(file.read(end - start)).hexdigest()])
+    return sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
 # ---- write -----------------------------------------------------------------------------------------------------------
 
 

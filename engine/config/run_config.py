@@ -279,6 +279,11 @@ class RunConfig:
         "reduce gradients after every micro-batch: more traffic, less memory (default: only FSDP and ZeRO-2/3)",
         is_rare=True,
     )
+    exact_sums: bool = option(
+        "add gradients, losses and statistics exactly: bitwise the same weights on any number of processes (one process and "
+        "DDP)",
+        False,
+    )
     ddp_comm_hook: str = changeable(
         "send compressed gradients in DDP; results then depend on the number of processes",
         "no",

@@ -10,6 +10,7 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
+from engine.distributed.exact_sums import ADDENDS, use_exact_kernels
 from engine.distributed.sharded_tensors import plain_name
 from engine.process import private_apis
 
@@ -22,6 +23,8 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
     mesh = backend.accelerator.parallelism_config
     if mesh and (mesh.cp_size > 1 or mesh.sp_size > 1):
         raise UsageError("context and sequence parallelism are not supported: docs/scaling.md says what to use instead")
+    if cfg.exact_sums:
+        check_exact(backend, cfg)
     for name in backend.unsupported:
         value = getattr(cfg, name, None)  # it may belong to an add-on that the run file does not name
         if value:
@@ -29,6 +32,41 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
                 f"{name} is {str(value).lower()}, which {backend.name} does not support: remove it, or use DDP or FSDP2 "
                 "(accelerate_configs/ddp.yaml, fsdp2.yaml)"
             )
+
+
+def check_exact(backend: "Backend", cfg: RunConfig) -> None:
+    """Raise UsageError if `exact_sums` cannot hold in this launch; choose kernels with which it does."""
+    device = backend.accelerator.device.type
+    reasons = {
+        f"{backend.name} adds gradients in its own order: use one process or DDP (accelerate_configs/ddp.yaml)": (
+            backend.is_sharded or backend.ranks_per_batch > 1
+        ),
+        f"ddp_comm_hook {cfg.ddp_comm_hook} rounds what is sent: set it to 'no'": cfg.ddp_comm_hook != "no",
+        f"a device of type {device} is not supported: use CPUs or CUDA": device not in ("cpu", "cuda"),
+        "compile chooses kernels by measured times: set compile to false": cfg.compile and device != "cpu",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"exact_sums is true, but {reason}, or set exact_sums to false")
+    use_exact_kernels(backend.accelerator.device)
+
+
+def check_addends(count: int) -> None:
+    """Raise UsageError if a step has more micro-batches than exact sums can hold."""
+    if count > ADDENDS:
+        raise UsageError(
+            f"exact_sums adds at most {ADDENDS:,} micro-batches, but a step has up to {count:,}: give a greater "
+            "per_device_batch_size"
+        )
+
+
+def check_scaled(is_scaled: bool) -> None:
+    """Raise UsageError if the loss was not multiplied by `loss_scale`, as in a train.py of an earlier version."""
+    if not is_scaled:
+        raise UsageError(
+            "exact_sums is true, but compute_gradient in train.py does not call backend.loss_scale(totals): let it be the "
+            "factor of the loss, in place of backend.data_world_size / totals.weight"
+        )
 
 
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ from engine.config.addons import addon_names, first_answer, load_addon
 from engine.config.errors import UsageError, may_be_removed
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
+from engine.distributed.exact_sums import GradientSums, deterministic_or_refused, join_values, split_values
 from engine.distributed.host_group import HostGroup
 from engine.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from engine.distributed.sharded_tensors import is_partial, plain_name
@@ -78,6 +79,7 @@ class Backend:
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.is_first_step = True  # of this process, until its gradient is there
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
+        self.sums: GradientSums | None = None  # `exact_sums`: in place of DDP
         self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
     @property
@@ -90,7 +92,7 @@ class Backend:
     @cached_property
     def hosts(self) -> HostGroup:
         """The group in which all ranks sum small vectors on the host; its first use is a collective."""
-        return HostGroup(self.accelerator, self.cfg.ddp_timeout, self.ranks_per_batch)
+        return HostGroup(self.accelerator, self.cfg.ddp_timeout, self.ranks_per_batch, self.cfg.exact_sums)
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -115,8 +117,11 @@ class Backend:
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
         all_ranks = self.accelerator.num_processes > 1
-        self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks)
+        self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks, self.cfg.exact_sums)
         self.buffers.add_hooks()
+        if self.cfg.exact_sums:
+            trained = [p for p in self.parameters.values() if p.requires_grad]
+            self.sums = GradientSums(trained, self.hosts, self.accelerator.device)
         return module, optimizer
 
     def own_factor(self, group: dict) -> float:
@@ -141,9 +146,10 @@ class Backend:
         if accelerator.scaler is None and accelerator.device.type != "xla":
             # Without a gradient scaler, all that accelerate's wrapper adds is an import check of 0.3 ms per step.
             optimizer = optimizer.optimizer
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and accelerator.num_processes == 1:
+        is_ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        if is_ddp and (accelerator.num_processes == 1 or self.cfg.exact_sums):
             # Remove DDP. On a CPU, accelerate wraps one process, too, and would all-reduce after every micro-batch.
-            module = accelerator.unwrap_model(module)
+            module = private_apis.remove_ddp(accelerator, module)
         return module, optimizer
 
     def prepare_for_evaluation(self, model_with_loss: torch.nn.Module) -> torch.nn.Module:
@@ -185,7 +191,8 @@ class Backend:
         def compute_once(backend: Any, module: torch.nn.Module, batch: list, totals: Any) -> Any:
             backend_checks.check_trainable(self.parameters, self.trainable)
             batch = self.pad_with_dummy_batches(batch, totals.forwards)
-            with self.buffers.step([not micro.dummy for micro, _ in batch]):
+            is_real = [not micro.dummy for micro, _ in batch]
+            with self.buffers.step(is_real), self.exact_step(is_real):
                 losses = compute(backend, module, batch, totals)
                 backend_checks.check_reduced(module, self.parameters)
             self.is_first_step = False
@@ -206,12 +213,38 @@ class Backend:
         is_ddp = self.accelerator.num_processes > 2 and not self.is_sharded
         # PowerSGD keeps the error of each step, so a second pass would count. DDP orders no buckets with find_unused.
         keeps_errors = self.cfg.ddp_comm_hook in ("power_sgd", "batched_power_sgd")
-        return is_ddp and not keeps_errors and not self.cfg.ddp_find_unused_parameters
+        return is_ddp and not keeps_errors and not self.cfg.ddp_find_unused_parameters and self.sums is None
+
+    def loss_scale(self, totals: Any) -> float:
+        """Return the factor of a micro-batch's sum of losses that makes the gradient that of the mean over the global
+        batch: backends average over ranks, so it contains their number; exact sums do not, because a mean rounds."""
+        self.is_scaled = True
+        return (1 if self.cfg.exact_sums else self.data_world_size) / totals.weight
+
+    def sum_over_micro_batches(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the first dimension, one entry per micro-batch of this rank, and over all ranks."""
+        is_exact = self.cfg.exact_sums
+        total: Any = split_values(values).sum(1) if is_exact else sum(values[1:], values[0])
+        total = self.accelerator.reduce(total, "sum")
+        return join_values(total).to(values.dtype) if is_exact else total
+
+    @contextmanager
+    def exact_step(self, is_real: list[bool]) -> Iterator[None]:
+        """Within, add gradients exactly, if the run asks for it."""
+        if self.sums is None:
+            yield
+            return
+        backend_checks.check_addends(len(is_real) * self.data_world_size)
+        scaler = self.accelerator.scaler
+        self.is_scaled = False
+        with self.sums.step(any(is_real), 1.0 if scaler is None else scaler.get_scale()), deterministic_or_refused():
+            yield
+            backend_checks.check_scaled(self.is_scaled)
 
     @contextmanager
     def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
         """Do not reduce gradients in the backward pass within, unless it is of the last micro-batch of the step."""
-        if unless or self.accelerator.num_processes == 1:
+        if unless or self.accelerator.num_processes == 1 or self.sums is not None:
             yield
         else:
             with self.accelerator.no_sync(module):

@@ -32,9 +32,10 @@ class HostGroup:
 
     A rank must not decide alone to stop, save or skip. It adds its vote to a vector, and every rank reads the sum."""
 
-    def __init__(self, accelerator: "Accelerator", timeout: int, ranks_per_batch: int = 1):
+    def __init__(self, accelerator: "Accelerator", timeout: int, ranks_per_batch: int = 1, is_exact: bool = False):
         """`timeout`: seconds that a sum waits for the slowest rank. Groups of `ranks_per_batch` ranks read the same
-        data, and add the same numbers."""
+        data, and add the same numbers. `is_exact`: sums over micro-batches must not depend on their order."""
+        self.is_exact = is_exact
         self.is_single = accelerator.num_processes == 1
         self.ranks_per_batch = ranks_per_batch
         needs_group = not self.is_single and dist.get_backend() != "gloo"

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
+from engine.distributed.exact_sums import VALUE_PARTS, join_values, split_values
 from engine.process import private_apis
 
 
@@ -43,8 +44,10 @@ class StepBuffers:
     all changes is added at exit. So the result does not depend on the rank that ran a pass, or on the order. Does
     nothing for a module without buffers."""
 
-    def __init__(self, module: torch.nn.Module, device: torch.device, all_ranks: bool):
-        """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
+    def __init__(self, module: torch.nn.Module, device: torch.device, all_ranks: bool, is_exact: bool = False):
+        """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective). `is_exact`: whether
+        it adds exactly."""
+        self.is_exact = is_exact
         self.module = module
         self.device = device
         self.all_ranks = all_ranks
@@ -114,14 +117,15 @@ class StepBuffers:
         self.start_wide = self._widen(self.start)
         # An infinite buffer (a minimum so far) may become finite: its change is counted from 0.
         self.base = torch.where(self.start_wide.isfinite(), self.start_wide, 0.0)
-        self.total = torch.zeros_like(self.base)
+        self.total = self.base.new_zeros((VALUE_PARTS if self.is_exact else 1, *self.base.shape))
         self.passes = 0
 
     @torch.no_grad()
     def record(self) -> None:
         """Add the change by one forward pass."""
         now = self._widen(self._by_dtype())
-        self.total += torch.where(now == self.start_wide, 0.0, now - self.base)
+        change = torch.where(now == self.start_wide, 0.0, now - self.base)
+        self.total += split_values(change) if self.is_exact else change
         self.passes += 1
 
     @torch.no_grad()
@@ -129,10 +133,11 @@ class StepBuffers:
         """Set the buffers to their values at `begin` plus the mean change, rounded for integers.
 
         A value stays the same to the last bit if no pass has changed it, or if its mean change is not finite."""
-        sums = torch.cat([self.total, self.total.new_full((1,), float(self.passes))])
+        sums = torch.cat([self.total.flatten(), self.total.new_full((1,), float(self.passes))])
         if self.all_ranks:
             dist.all_reduce(sums)
-        change = sums[:-1] / sums[-1]
+        total = sums[:-1].view_as(self.total)
+        change = (join_values(total) if self.is_exact else total[0]) / sums[-1]
         moved = change.isfinite() & (change != 0)
         values = self.base + change
         result = []

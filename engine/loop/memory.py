@@ -142,9 +142,10 @@ def resting_bytes(
     width = getattr(torch, cfg.dtype).itemsize
     of_all, of_trained = sizes or (width * parameters, width * trained)
     of_copies = copies * max(width, 4) * trained / shards
+    of_sums = trained * (24 if width == 8 else 16) if cfg.exact_sums else 0  # their parts stay in memory
     return {
         "weights": of_all / shards + of_copies,
-        "gradients": of_trained / shards,
+        "gradients": of_trained / shards + of_sums,
         "optimizer": moment_bytes(cfg, trained, of_trained) / shards,
     }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.config.errors import UsageError
+from engine.distributed.exact_sums import VALUE_PARTS, join_values, split_values
 from engine.distributed.host_group import HostGroup
 from engine.loop.totals_and_votes import StepLosses, StepTotals
 
@@ -73,7 +74,8 @@ class Meter:
             return
         names = list(self.values)
         new_names = set().union(*self.pending) - set(names)
-        num_new, *sums = hosts.sum_in_order([len(new_names), *self._table(names)]).tolist()
+        num_new, *sums = hosts.sum_in_order([len(new_names), *self._table(names, hosts.is_exact)]).tolist()
+        sums = _joined(sums, hosts.is_exact)
         for i, name in enumerate(names):
             self.values[name] += sums[i :: len(names)]
         if num_new:
@@ -85,17 +87,23 @@ class Meter:
         for name in names:
             if name in LINE:
                 raise UsageError(f"the task returns a sum named {name!r}, a field of the train line: rename it")
-        sums = hosts.sum_in_order(self._table(names)).tolist()
+        sums = _joined(hosts.sum_in_order(self._table(names, hosts.is_exact)).tolist(), hosts.is_exact)
         for i, name in enumerate(names):
             self.values[name] = sums[i :: len(names)]
 
-    def _table(self, names: list[str]) -> list[float]:
-        """Return the pending values of these names, step by step, on the host; 0 where there is none."""
+    def _table(self, names: list[str], is_exact: bool) -> list[float]:
+        """Return the pending values of these names, step by step, on the host; 0 where there is none. Exact sums have
+        several parts each."""
         zero = torch.zeros_like(self.pending[0]["loss"])
         sums = []
         for step_values in self.pending:
-            sums += [step_values.get(name, zero).double().sum() for name in names]
-        return torch.stack(sums).tolist()
+            for name in names:
+                values = step_values.get(name, zero).double().reshape(-1)
+                if is_exact:
+                    sums.append(split_values(values).sum(1))
+                else:  # in the order of micro-batches, as they were added before there were exact sums
+                    sums.append(values.sum() if name == "loss" else sum(values[1:], values[0]))
+        return torch.stack(sums).flatten().tolist()
 
     def state(self, hosts: HostGroup) -> dict:
         """Return all sums as plain numbers (a collective). Only the times differ between ranks."""
@@ -132,6 +140,11 @@ class Meter:
             "data_seconds": sums["data_seconds"],
             "seconds": seconds,
         } | means
+
+
+def _joined(sums: list[float], is_exact: bool) -> list[float]:
+    """Return sums over the ranks; exact ones come in parts."""
+    return join_values(torch.tensor(sums, dtype=torch.float64).view(-1, VALUE_PARTS).T).tolist() if is_exact else sums
 
 
 def _with_nan(values: list[float | None]) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 
 from engine.data.data_loader import StepBatch
 from engine.distributed.backends import Backend
+from engine.distributed.exact_sums import join_values, split_values
 
 COUNTS = ("weight", "tokens", "padded_tokens", "examples", "hash_low", "hash_high")  # of the micro-batches of a step
 
@@ -35,17 +36,25 @@ class StepTotals(dict[str, float]):
         Every input of a decision is summed here, so ranks never disagree: all of them give the same names in the same
         order. Sums of whole numbers are exact."""
         sums = dict.fromkeys(COUNTS, 0.0)
+        weights = [0.0]
         for micro, rows in batch:
             if not micro.dummy:
                 counts = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
                 for name, value in zip(COUNTS, counts, strict=True):
                     sums[name] += value
+                weights.append(rows.weight)
         reserved = sums.keys() & votes.keys()
         if reserved:
             raise ValueError(f"a vote is named {min(reserved)!r}, as another sum of a step: rename it")
         sums |= votes
-        vector = backend.hosts.sum([*sums.values(), *backend.forwards_per_rank(batch)]).tolist()
+        parts = []
+        if backend.hosts.is_exact:  # weights may be fractions
+            parts = split_values(torch.tensor(weights, dtype=torch.float64)).sum(1).tolist()
+        vector = backend.hosts.sum([*parts, *sums.values(), *backend.forwards_per_rank(batch)]).tolist()
+        parts, vector = vector[: len(parts)], vector[len(parts) :]
         totals = cls(zip(sums, vector))  # noqa: B905  the rest of the vector follows
+        if parts:
+            totals["weight"] = join_values(torch.tensor(parts, dtype=torch.float64)).item()
         totals.forwards = vector[len(sums) :]
         return totals
 
@@ -54,19 +63,19 @@ class StepLosses(NamedTuple):
     """Losses and further sums of this rank's micro-batches of a step, on the device."""
 
     losses: torch.Tensor  # one per micro-batch
-    sums: dict[str, torch.Tensor]  # its further sums (0-d), added over the micro-batches
+    sums: dict[str, torch.Tensor]  # further sums by name, one per micro-batch that has it, in float64
 
     @classmethod
     def of(cls, batch: StepBatch, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
         """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
         losses: list[torch.Tensor] = []
-        sums: dict[str, Any] = {}
+        by_name: dict[str, list[torch.Tensor]] = {}
         for (micro, _), out in zip(batch, outputs, strict=True):
             losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
             for name, value in out.items():
                 if name != "loss" and not micro.dummy:
-                    value = value.detach().double()
-                    sums[name] = sums[name] + value if name in sums else value
+                    by_name.setdefault(name, []).append(value.detach().double())
+        sums = {name: torch.stack(values) for name, values in by_name.items()}
         if len(losses) == 1:
             return cls(losses[0][None], sums)  # a view takes no kernel
         return cls(torch.stack(losses), sums)

@@ -210,6 +210,15 @@ def set_process_group_arguments(settings: Any, arguments: dict) -> None:
     settings.to_kwargs = lambda: arguments
 
 
+def remove_ddp(accelerator: Any, module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model in DDP's wrapper, and free the wrapper with its buckets, to which accelerate keeps a reference.
+
+    Test: tests/conformance/test_exact_sums.py."""
+    unwrapped = accelerator.unwrap_model(module)
+    accelerator._models = [unwrapped if model is module else model for model in accelerator._models]
+    return unwrapped
+
+
 def shard_over_gloo() -> None:
     """Make accelerate run FSDP2 and DeepSpeed on CPUs, over gloo; otherwise it would use DDP or separate replicas.
 

@@ -117,6 +117,17 @@ def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-9), f"{kind} line of step {one['step']}"
 
 
+def test_exact_sums_are_bitwise_the_same_on_any_number_of_processes(flags, tmp_path):
+    """Weights, moments and all lines; tests/conformance/test_exact_sums.py has the mutants."""
+    flags = [*flags, *kit.flags(exact_sums=True, dtype="float32", per_device_batch_size=MICRO_BATCH, max_steps=9)]
+    runs = [kit.run_training(world, tmp_path / str(world), *flags) for world in (1, 2, 3)]
+    for run in runs[1:]:
+        assert kit.timeless(run.folder) == kit.timeless(runs[0].folder)
+        assert kit.same(run.weights, runs[0].weights)
+        moments = [kit.load_weights(each.folder / "checkpoints/step_00000009", "optimizer") for each in (run, runs[0])]
+        assert kit.same(*moments)
+
+
 def test_mutant_another_run_is_another(whole):
     """The comparison sees the update of six steps."""
     first, *_, last = sorted((whole.folder / "checkpoints").iterdir())

@@ -5,7 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from engine.checkpointing.tensor_files import weights_sha256
 from engine.config.addons import missing_addon
 from engine.config.paths import SCHEMA_FILE
 from engine.task_registry import OPTIONS
@@ -68,3 +71,21 @@ def test_keys_of_train_lines_are_documented(tiny, tmp_path):
     documented = {key for row in re.findall(r"^\| (`.*?) \|", page, re.M) for key in re.findall(r"`(\w+)`", row)}
     of_devices = {"graphs", "tflops", "mfu", "gpu_memory_gib"}
     assert run.kind("train")[0].keys() - {"kind", "step"} == documented - of_devices
+
+
+def test_hash_of_weights_as_the_page_computes_it(tmp_path):
+    """In any number of files, for any type."""
+    names: dict = {}
+    exec(re.search(r"```python\n(def weights_sha256.*?)```", (DOCS / "tracking.md").read_text(), re.S)[1], names)
+    tensors = {
+        f"{i}.weight": torch.full((i, 3), 1 / 3, dtype=dtype) for i, dtype in enumerate((torch.bfloat16, torch.float64))
+    }
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    save_file(tensors, tmp_path / "one" / "adapter_model.safetensors")
+    for i, (name, value) in enumerate(tensors.items(), 1):
+        save_file({name: value}, tmp_path / "two" / f"model-0000{i}-of-00002.safetensors")
+    found = {
+        function(tmp_path / name) for name in ("one", "two") for function in (weights_sha256, names["weights_sha256"])
+    }
+    assert len(found) == 1

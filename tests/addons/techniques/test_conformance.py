@@ -50,6 +50,24 @@ def test_technique_is_exact_for_every_split(tmp_path, test, options, dropout):
     technique_runs.check_splits(tmp_path, values, module.plain_weights(values), dropout=noisy)
 
 
+def check_exact_sums(folder: Path, values: dict) -> None:
+    """Assert the same bits of weights, moments and lines on one and three processes, in float32."""
+    values = values | {"exact_sums": True, "dtype": "float32", "max_grad_norm": 1.0, "max_steps": 5}
+    one, three = (technique_runs.train(folder / str(world), values, world, micro=3) for world in (1, 3))
+    assert kit.timeless(one.folder) == kit.timeless(three.folder)
+    saved = sorted(path.relative_to(one.folder) for path in one.folder.rglob("*.safetensors"))
+    assert len(saved) >= 3
+    for name in saved:
+        assert (one.folder / name).read_bytes() == (three.folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(("test", "options", "dropout"), SPLITS)
+def test_technique_with_exact_sums(tmp_path, test, options, dropout):
+    module = pytest.importorskip(f"tests.addons.{test}")
+    values = module.fields(tmp_path, **options)
+    check_exact_sums(tmp_path, technique_runs.with_dropout(tmp_path, values) if dropout else values)
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize(("test", "options", "more"), FSDP2)
 def test_technique_under_fsdp2(tmp_path, test, options, more):
@@ -107,6 +125,7 @@ LOSSES = {"label_smoothing_factor": 0.1, "z_loss": 0.01, "focal_gamma": 1.5}
 UNFREEZE = {"unfreeze": {"steps": {"*.wte.*": 3, "*.mlp.*": 4}}}  # wte is tied to the head
 EMA = {"ema": {"decay": 0.6, "final": True}}
 AVERAGES = EMA | {"lookahead": {"k": 2}, "swa": {"start": 0.4}, "lawa": {"k": 2, "every": 1}}
+LORA = {"peft": {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.1}}
 TWICE = {"techniques": {"sam": None, "hard_examples": {"start_step": 2}}}  # at the weights that SAM has moved
 EXACT, CLOSE, ZERO = 1e-10, 2e-5, 1e-4
 WORLD = {"fsdp2": 2, "hsdp": 4, "fsdp2_tp": 4, "zero2": 2, "zero3": 2}
@@ -154,6 +173,19 @@ def run(folder: Path, argv: list[str], world: int = 1, env: dict | None = None) 
     codes, texts = kit.run_command("train.py", *argv, folder=here, world=world, env=env, timeout=300)
     assert codes == [0] * world, texts
     return kit.Run(folder)
+
+
+WATCHING = {"gradient_statistics": None, "spike_watch": {"warmup": 1, "window": 2, "factor": 1.01}, "neftune": None}
+
+
+@pytest.mark.parametrize(("model", "more"), [(MIXTRAL, {}), (None, LORA), (None, {"techniques": AVERAGES | WATCHING})])
+def test_router_loss_adapters_and_averages_with_exact_sums(tmp_path, model, more):
+    values = technique_runs.files(tmp_path) | {name: json.dumps(value) for name, value in more.items()}
+    if "peft" in more:
+        pytest.importorskip("peft")
+    if model:
+        values["model_config"] = kit.write_yaml(tmp_path / "other.yaml", model)
+    check_exact_sums(tmp_path, values)
 
 
 @pytest.mark.cluster

@@ -26,14 +26,14 @@ from tests.helpers.backend_runs import at_step, same_state, saved
 
 def fail_at(steps, error: Exception, patch) -> None:
     """Let the writing of these checkpoints fail when most of each is written."""
-    write = checkpoint_folder.write_checkpoint
+    write = checkpoint_folder.write_state
 
-    def failing(folder, model_with_loss, tensors, state, *rest):
-        write(folder, model_with_loss, tensors, state, *rest)
+    def failing(folder, state):
         if state["progress"]["step"] in steps:
             raise error
+        return write(folder, state)
 
-    patch.setattr(checkpoint_folder, "write_checkpoint", failing)
+    patch.setattr(checkpoint_folder, "write_state", failing)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -1,5 +1,6 @@
 """The contents of a checkpoint: safetensors and JSON, canonical names, everything that training needs."""
 
+import hashlib
 import json
 import shutil
 
@@ -24,6 +25,24 @@ def test_checkpoint_is_safetensors_and_json_without_pickle(straight):
             assert sorted(path.name for path in at_step(run, step).rglob("*")) == FILES
         suffixes = {path.suffix for path in run.folder.rglob("*") if path.is_file()}
         assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
+
+
+def test_hash_of_the_weights(straight):
+    """In state.json, status.json and the model card, which here is of the same step; docs/tracking.md computes it, too."""
+    run = straight[1].folder
+    weights = kit.load_weights(at_step(run, 12))
+    rows = [
+        [name, "F32", list(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest()]
+        for name, value in sorted(weights.items())
+    ]
+    expected = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    assert checkpoint_folder.read_state(at_step(run, 12))["weights_sha256"] == expected
+    assert checkpoint_folder.read_state(at_step(run, 8))["weights_sha256"] != expected
+    assert json.loads((run / "status.json").read_text())["weights_sha256"] == expected
+    assert expected in (run / "final" / "README.md").read_text()
+    printed = (run.with_suffix(".out") / "rank0.txt").read_text()
+    assert expected in printed
+    assert f"{expected[:16]}\n" in printed
 
 
 def test_names_are_canonical_and_tied_weights_stored_once(straight):
