@@ -165,6 +165,9 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
         yield f"model_revision {cfg.model_revision} is ignored: it is that of model_name_or_path, which is not given"
     if cfg.ddp_comm_hook != "no" and os.environ.get("WORLD_SIZE", "1") == "1":
         yield f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored on one process"
+    for name in ("sync_each_batch", "ddp_find_unused_parameters"):
+        if cfg.exact_sums and getattr(cfg, name):
+            yield f"{name} is ignored with exact_sums, which takes the place of DDP"
     if cfg.early_stopping_patience and not cfg.eval_steps:
         yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
     elif cfg.early_stopping_patience and not cfg.metric_for_best_model:

@@ -23,8 +23,8 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
     mesh = backend.accelerator.parallelism_config
     if mesh and (mesh.cp_size > 1 or mesh.sp_size > 1):
         raise UsageError("context and sequence parallelism are not supported: docs/scaling.md says what to use instead")
-    if cfg.exact_sums:
-        check_exact(backend, cfg)
+    if cfg.exact_sums:  # of an evaluation, too: it has the kernels of the training
+        use_exact_kernels(backend.accelerator.device)
     for name in backend.unsupported:
         value = getattr(cfg, name, None)  # it may belong to an add-on that the run file does not name
         if value:
@@ -35,7 +35,7 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
 
 
 def check_exact(backend: "Backend", cfg: RunConfig) -> None:
-    """Raise UsageError if `exact_sums` cannot hold in this launch; choose kernels with which it does."""
+    """Raise UsageError if `exact_sums` cannot hold in this launch."""
     device = backend.accelerator.device.type
     reasons = {
         f"{backend.name} adds gradients in its own order: use one process or DDP (accelerate_configs/ddp.yaml)": (
@@ -48,7 +48,6 @@ def check_exact(backend: "Backend", cfg: RunConfig) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UsageError(f"exact_sums is true, but {reason}, or set exact_sums to false")
-    use_exact_kernels(backend.accelerator.device)
 
 
 def check_addends(count: int) -> None:
@@ -72,6 +71,8 @@ def check_scaled(is_scaled: bool) -> None:
 def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
     parameter without an optimizer."""
+    if backend.cfg.exact_sums:
+        check_exact(backend, backend.cfg)
     if backend.is_sharded:
         check_only_tensors(model)
     for name, layer in model.named_modules():

@@ -203,7 +203,12 @@ def test_comm_hook_is_refused(tiny, tmp_path):
 
 @pytest.mark.cluster
 def test_fsdp2_is_refused(tiny, tmp_path):
-    assert "FSDP2" in refused(tmp_path, *recipe(tiny), env=kit.where("fsdp2", 2, mixed_precision="no"))
+    """It evaluates a run with exact sums."""
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    assert "FSDP2" in refused(tmp_path, *recipe(tiny), env=env)
+    run = kit.run_training(1, tmp_path / "run", *recipe(tiny, max_steps=2))
+    found = kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", run.folder, env=env)
+    assert found["loss"] == run.kind("eval")[-1]["loss"]
 
 
 def test_too_many_micro_batches_are_refused(tiny, tmp_path, monkeypatch):

@@ -401,3 +401,10 @@ def test_a_non_finite_update_is_skipped_on_the_device():
         _, flag = train.optimizer_step(backend, torch.nn.Module(), optimizer, 0.1, 1.0)
         assert bool(flag) == skipped
         assert torch.equal(before, weight.detach()) == skipped
+
+
+def test_exact_sums_repeat(recipe, tmp_path):
+    """One GPU can compare a process with itself; other numbers of processes: tests/conformance/test_exact_sums.py."""
+    runs = [launched(tmp_path / name, recipe(exact_sums=True), "bf16") for name in ("one", "two")]
+    assert kit.same(runs[0].weights, runs[1].weights)
+    assert kit.timeless(runs[0].folder) == kit.timeless(runs[1].folder)

@@ -302,6 +302,7 @@ def test_metric_whose_name_says_lower_is_better_needs_a_direction(here, name, is
         ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, "warmup_steps 3 is ignored"),
         ({"model_revision": "v2"}, "model_revision v2 is ignored"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook fp16 is ignored"),
+        ({"exact_sums": True, "sync_each_batch": True}, "sync_each_batch is ignored"),
         ({"early_stopping_patience": 2}, "early_stopping_patience has no effect"),
         ({"early_stopping_patience": 2, "eval_steps": 5}, "final/ is the last step"),
         ({"early_stopping_patience": 2, "eval_steps": 5, "metric_for_best_model": "loss"}, ""),
