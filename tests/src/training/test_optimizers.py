@@ -36,7 +36,8 @@ class WithState(torch.nn.Identity):
     ],
 )
 def test_models_that_would_train_other_numbers_are_refused(module, text):
-    backend = SimpleNamespace(is_sharded=True, accelerator=SimpleNamespace(num_processes=2))
+    accelerator = SimpleNamespace(num_processes=2)
+    backend = SimpleNamespace(is_sharded=True, accelerator=accelerator, cfg=RunConfig())
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), module)
     with pytest.raises(UsageError, match=text):
         check_model(backend, model, make(model[0]))
