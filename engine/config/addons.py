@@ -125,7 +125,7 @@ def run_config(**values: Any) -> RunConfig:
 def missing_addon(name: str, value: Any = None) -> str | None:
     """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here, or lacks what it needs."""
     known = known_addons()
-    addon = known.get(f"{name}={value}") or known.get(name)
+    addon = known.get(name if value is None else f"{name}={value}")
     if not addon:
         return None
     path = REPOSITORY / addon

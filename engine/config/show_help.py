@@ -139,9 +139,11 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     names: dict[str, dict] = {}
     for fields in options.values():
         names |= {name: {} for name in fields}
-    addons = known_addons()
-    for task in addon_names("tasks"):
-        addons |= dict.fromkeys(options[task], addons[f"task={task}"])
+    here = {f"addons/tasks/{task}": task for task in addon_names("tasks")}
+    known = known_addons().items()
+    addons = {name: addon for name, addon in known if "=" in name or addon not in here}  # without fields of the past
+    for addon, task in here.items():
+        addons |= dict.fromkeys(options[task], addon)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "run file of train.py",

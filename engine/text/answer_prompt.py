@@ -69,7 +69,7 @@ class AnswerPrompts:
 
     def prompt(self, i: int) -> str:
         """Return the text after which turn `i` is the answer."""
-        return self.render(self.chat.turns[:i] or QUESTION, add_generation_prompt=True)
+        return self.render(self.chat.turns[:i], add_generation_prompt=True)
 
     def beginning(self, i: int) -> str:
         """Return the beginning of turn `i` that its prompt has already written.
@@ -77,9 +77,9 @@ class AnswerPrompts:
         Of a long chat few are rendered: a prompt depends on what the template looks for in texts, and on the turn before."""
         before = self.chat.turns[:i]
         last = before[-1] if before else {}
-        texts = [str(turn["content"]) for turn in before]
-        found = (any(switch in text for text in texts) for switch in self._switches)
-        key = (last.get("role"), *(bool(last.get(name)) for name in CALLS), *found)
+        found = [tuple(switch in str(turn["content"]) for switch in self._switches) for turn in before]
+        found = [each for each in found if any(each)]  # a template may read all of them, or the last one
+        key = (last.get("role"), *(bool(last.get(name)) for name in CALLS), frozenset(found), *found[-1:])
         if key not in self._beginnings:
             try:
                 self._beginnings[key] = written_by_prompt(self.render, before)
@@ -97,7 +97,7 @@ class AnswerPrompts:
 
     def follow(self, text: str, spans: list[Span]) -> bool:
         """Return whether the last target stands in the text after its prompt of inference, but for dates."""
-        if not spans or spans[-1].turn < 0:
+        if not spans or spans[-1].turn < 1:  # the template alone knows the turn, or the assistant speaks first
             return True
         try:
             prompt = self.prompt(spans[-1].turn)
@@ -115,7 +115,9 @@ class AnswerPrompts:
             if span.turn < 0:  # the template alone knows which turns it marks
                 return spans
             beginning = self.beginning(span.turn)
-            start = text.rfind(beginning, end_before, span.begin + len(beginning))
+            start = max(span.begin - len(beginning), 0)  # where the template marks a turn from its words on
+            if not text.startswith(beginning, start):
+                start = text.rfind(beginning, end_before, span.begin + len(beginning))
             if start < 0:
                 self._refuse(span.turn, beginning)
             after.append(span._replace(begin=max(span.begin, start + len(beginning))))

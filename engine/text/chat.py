@@ -72,8 +72,9 @@ def encode_chat(
     with errors_of(location, f"{columns} could not be rendered"):
         chat = read_chat(messages, tools, structs)
         # A tokenizer may have one more template for rows with tools.
-        template = with_fixed_date(chat_format.template or tokenizer.get_chat_template(tools=chat.tools))
-        values = chat_format.variables | read_variables(variables, tokenizer, template)
+        own = tokenizer.get_chat_template(tools=chat.tools)
+        template = with_fixed_date(chat_format.template or own)
+        values = chat_format.variables | read_variables(variables, tokenizer, template, own)
         contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be
         contents = [REASONING_IN_CONTENT.sub("", text) for text in contents if isinstance(text, str)]
@@ -111,13 +112,13 @@ def render_answers(
         spans = prompts.spans_after_prompts(text, marked_spans(render, chat, text, template))
     else:
         spans = rendered_spans(render, chat, text, texts)
-    if not with_history_of_inference or not spans:
+    if not with_history_of_inference or not spans or len(chat.turns) == 1:
         return text, spans
     [span] = spans
     prompt = prompts.prompt(len(chat.turns) - 1)
     if text.startswith(prompt):
         return text, spans
-    history = Chat(chat.turns[:-1], [False] * (len(chat.turns) - 1), chat.tools)
+    history = Chat(chat.turns[:-1], [False] * (len(chat.turns) - 1), chat.tools, is_history=True)
     find_texts(prompts.render, history, _checked_text(prompts.render, history))
     text = prompt + text[span.begin : span.end]
     return text, [span._replace(begin=len(prompt), end=len(text))]
@@ -151,12 +152,13 @@ def _render_sequences(
         chat = replace(chat, is_trained=[False] * len(chat.turns))
     whole = AnswerPrompts(tokenizer, chat, template, values)
     problem = None
+    is_one = not answers or (chat_format.one_sequence and len(answers) > 1)
     try:
         text, spans = render_answers(whole, template)
-        if chat_format.one_sequence or len(answers) < 2 or whole.follow(text, spans):
+        if is_one or whole.follow(text, spans):
             return [(whole, text, spans)]
     except ValueError as error:
-        if chat_format.one_sequence or len(answers) < 2:
+        if is_one or len(answers) < 2:
             raise
         problem = error
     sequences: list[tuple[AnswerPrompts, str, list[Span]]] = []

@@ -292,7 +292,7 @@ def _find_first(rendered: str, ways: tuple[str, ...], start: int) -> int | None:
 def _refuse(chat: Chat, text: Text) -> None:
     """Raise ValueError for a text that the template does not write, but for reasoning of a turn that is not trained on."""
     is_answer = chat.turns[text.turn]["role"] == "assistant"
-    if text.is_reasoning and is_answer and not chat.is_trained[text.turn]:
+    if is_answer and (chat.is_history or (text.is_reasoning and not chat.is_trained[text.turn])):
         return
     problem = f"the chat template does not write the {text.name} of turn {text.turn}"
     if text.is_content:

@@ -46,6 +46,7 @@ class Chat:
     turns: list[dict]
     is_trained: list[bool]
     tools: list | None
+    is_history: bool = False  # before an answer: what of earlier answers the template leaves out, inference lacks, too
 
 
 def read_chat(messages: Any, tools: Any, structs: Structs = NO_STRUCTS) -> Chat:

@@ -5,7 +5,7 @@ Tests: tests/src/tasks/test_causal_lm.py, tests/engine/text/test_row_formats.py,
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -112,6 +112,7 @@ class Encoder:
             raise UsageError(
                 "train_turns: each makes several sequences of a row, but this task has one: give last or all"
             )
+        self.chat_format = replace(self.chat_format, one_sequence=True)
 
     def nested_columns(self) -> list[str]:
         """Return the columns of turns and tools that the run file names: their rows may have other keys."""

@@ -14,7 +14,7 @@ from engine.config.paths import locate
 from engine.text.answer_prompt import QUESTION, renderer, written_by_prompt
 from engine.text.chat_options import ChatFormat, ChatOptions
 from engine.text.chat_turns import Chat
-from engine.text.template_families import LAST_TURNS, TRAINED, count_trained, family_files, family_of
+from engine.text.template_families import TRAINED, count_trained, family_files, family_of
 from engine.text.template_variables import names_in, split_defaults, variables_of, with_defaults, without_marks
 
 OWN = "own"
@@ -56,7 +56,7 @@ def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     options.training_template = choice.name
     given = options.chat_template_kwargs or {}
     _check_variables(tokenizer, choice, given)
-    variables = defaults | given
+    variables = {name: value for name, value in (defaults | given).items() if value is not None}
     what = f"{choice.name}: {choice.reason}"
     if options.train_turns != "all":
         turns = "only the last one is trained" if options.train_turns == "last" else "each one is a sequence of its own"
@@ -126,16 +126,12 @@ def _choose_by_tokenizer(tokenizer: Any, one_turn: bool) -> Choice:
 
     `one_turn`: only the last turn of each sequence is trained."""
     trains = "every turn" if not one_turn else "the last turn of a sequence"
-    wanted = LAST_TURNS if one_turn else TRAINED
-    trained_by_own = count_trained(tokenizer, None, wanted, one_turn)
-    if trained_by_own == len(wanted):
+    if count_trained(tokenizer, None, TRAINED, one_turn) == len(TRAINED):
         return Choice(OWN, None, f"the tokenizer's, which trains {trains}")
     reason = f"it trains {trains}, with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
     family = family_of(tokenizer)
     if family is not None:
-        text = family_files()[family].read_text(encoding="utf-8")
-        if not one_turn or count_trained(tokenizer, text, wanted, one_turn) > trained_by_own:
-            return Choice(family, text, reason)
+        return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)
     if not one_turn and _is_known_to_trl(_default(tokenizer.chat_template)):
         text = _training_template_of_trl(tokenizer)
         if text is not None:
@@ -189,7 +185,7 @@ def _training_template_of_trl(tokenizer: Any) -> str | None:
 def _check_variables(tokenizer: Any, choice: Choice, given: dict[str, Any]) -> None:
     """Raise UsageError for a variable that the template does not read, so that it would be ignored."""
     own = tokenizer.chat_template or ""
-    templates = [choice.text or own] if choice.text or isinstance(own, str) else list(own.values())
+    templates = [choice.text or "", *([own] if isinstance(own, str) else own.values())]
     names: set[str] = set()
     for template in templates:
         names |= variables_of(tokenizer, template)

@@ -85,7 +85,6 @@ PROBES = [
 PROMPT = Probe([USER])
 # Without two calls in one turn: some families have one, by their format.
 ONE_CALL = [probe for probe in PROBES if "purple" not in probe.says]
-LAST_TURNS = [PROBES[0], PROBES[1], PROBES[-1]]
 TRAINED = [*ONE_CALL, Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])]
 
 

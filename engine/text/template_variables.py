@@ -13,7 +13,7 @@ from engine.config.errors import warn_once
 from engine.text.chat_spans import END_GENERATION, GENERATION
 
 THINKING = frozenset({"enable_thinking", "thinking"})  # false: the prompt lets no model reason
-DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = (.*) %\}\{% endif %\}\n")  # see with_defaults
+DEFAULTS = re.compile(r"\{#- defaults of a run: (.*) -#\}\n")  # see with_defaults
 OF_TRANSFORMERS = ("messages", "raise_exception", "strftime_now")
 
 
@@ -27,11 +27,22 @@ def with_defaults(template: Any, variables: dict[str, Any]) -> Any:
     """Return a chat template, or each of several, that has these values of variables where a program gives none."""
     if isinstance(template, dict):
         return {name: with_defaults(each, variables) for name, each in template.items()}
-    given = {name: json.dumps(value) for name, value in sorted(variables.items()) if value is not None}
-    lines = [
-        f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif %}}\n" for name, value in given.items()
-    ]
+    if not variables:
+        return template
+    mark = json.dumps(variables, sort_keys=True).replace("#", "\\u0023")  # a # could end the comment
+    lines = [f"{{#- defaults of a run: {mark} -#}}\n"]
+    for name, value in sorted(variables.items()):
+        lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n")
     return "".join(lines) + template
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Jinja writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def split_defaults(template: Any) -> tuple[Any, dict[str, Any]]:
@@ -40,11 +51,11 @@ def split_defaults(template: Any) -> tuple[Any, dict[str, Any]]:
         parts = {name: split_defaults(each) for name, each in template.items()}
         defaults = {name: value for _, values in parts.values() for name, value in values.items()}
         return {name: each for name, (each, _) in parts.items()}, defaults
-    defaults = {}
-    while match := DEFAULT.match(template):
-        defaults[match[1]] = json.loads(match[2])
-        template = template[match.end() :]
-    return template, defaults
+    match = DEFAULTS.match(template)
+    if not match:
+        return template, {}
+    defaults = json.loads(match[1])
+    return "".join(template.splitlines(keepends=True)[1 + len(defaults) :]), defaults
 
 
 @functools.lru_cache
@@ -63,8 +74,8 @@ def variables_of(tokenizer: Any, template: str) -> frozenset[str]:
     return names_in(template) - {*arguments, *OF_TRANSFORMERS, *tokenizer.special_tokens_map}
 
 
-def read_variables(given: Any, tokenizer: Any, template: str) -> dict[str, Any]:
-    """Return the variables that a row gives, a mapping or JSON text, without nulls and those that the template ignores.
+def read_variables(given: Any, tokenizer: Any, *templates: str) -> dict[str, Any]:
+    """Return the variables that a row gives, a mapping or JSON text, without nulls and those that no template reads.
 
     Raise ValueError for another value."""
     try:
@@ -76,7 +87,8 @@ def read_variables(given: Any, tokenizer: Any, template: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"`chat_template_kwargs` of the row is {type(values).__name__}: give names and values")
     values = {name: value for name, value in values.items() if value is not None}  # where others have it, in Parquet
-    ignored = sorted(values.keys() - variables_of(tokenizer, template))
+    names = {name for template in templates for name in variables_of(tokenizer, template)}
+    ignored = sorted(values.keys() - names)
     for name in ignored:
         warn_once(f"chat_template_kwargs of rows: the chat template does not read {name}: it is not used")
     return {name: value for name, value in values.items() if name not in ignored}

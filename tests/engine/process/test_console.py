@@ -26,7 +26,18 @@ def test_lines_in_a_file(files, tmp_path):
     assert text.endswith("\n")
     assert len(re.findall(rf"^{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d$", text, re.M)) == 3
     text = re.sub(r"\[.*real_accelerator.py.*\n", "", text)  # DeepSpeed, if it is installed: accelerate imports it
-    ours = (f"{TIME} ", "Importing ", "  [a-z]", "train$", "eval$", "run  ", "model  ", "1 checkpoint", "weights sha256 ", "$")
+    ours = (
+        f"{TIME} ",
+        "Importing ",
+        "  [a-z]",
+        "train$",
+        "eval$",
+        "run  ",
+        "model  ",
+        "1 checkpoint",
+        "weights sha256 ",
+        "$",
+    )
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 

@@ -199,7 +199,7 @@ def test_one_turn_a_sequence_has_the_history_of_inference(folder, name, which):
     """Whatever template trains, the prompt is that of the tokenizer's own. The mutant has the history of `all`."""
     tokenizer = tokenizer_with(folder, STOCK)
     chosen = make_chat_format(tokenizer, ChatOptions(chat_template=name, train_turns=which))
-    assert chosen.template == (TEXTS["qwen3"] if name else None)
+    assert chosen.template == TEXTS["qwen3"]
     for chat in (CHAT, REASONED):
         sequences = encode_chat(tokenizer, chat, "row 3", None, chat_format=chosen)
         answers = [1, 3] if which == "each" else [3]
