@@ -12,6 +12,7 @@ import pytest
 from engine.config.errors import UsageError, kept_warnings
 from engine.models.prompts import read_prompt
 from engine.text import chat, chat_options
+from engine.text.encode_rows import Encoder
 from engine.text.template_families import family_files
 from engine.text.template_variables import split_defaults, variables_of, with_defaults
 from engine.text.tokenize_and_pack import IGNORED
@@ -174,6 +175,64 @@ def test_a_turn_begins_another_sequence_where_its_prompt_does_not_continue_the_o
     assert len(one) == 1
 
 
+@pytest.mark.parametrize("which", ["all", "each"])
+def test_an_only_answer_has_the_history_of_inference(which):
+    """Turns that are not trained, as of a prompt, stand before it as inference writes them. The mutant has blocks there."""
+    tokenizer = tokenizer_of(STOCK, True)
+    chosen = chat_options.ChatFormat(TEMPLATES["qwen3"], train_turns=which, one_sequence=which == "all")
+    turns = [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]
+    [(ids, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    prompt = tokenizer.apply_chat_template([QUESTION, ANSWER, QUESTION], tokenize=False, add_generation_prompt=True)
+    assert [tokenizer.decode(found) for found in prompts_of(ids, labels)] == [prompt]
+
+
+@pytest.mark.parametrize("which", ["all", "last", "each"])
+@pytest.mark.parametrize("template", [STOCK, TEMPLATES["qwen3"], TEMPLATES["llama3"]])
+def test_the_assistant_may_speak_first(template, which):
+    tokenizer = tokenizer_of(template, True)
+    for turns in ([ANSWER], [ANSWER, QUESTION, ANSWER]):
+        sequences = chat.encode_chat(
+            tokenizer, turns, "row", None, chat_format=chat_options.ChatFormat(train_turns=which)
+        )
+        said = "".join(tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in sequences)
+        assert said.count("A<|") == (1 if which == "last" else len(turns) // 2 + 1)
+        assert not any("Q" in tokenizer.decode(ids) for ids, _, _ in sequences if turns == [ANSWER])
+
+
+def test_a_task_that_compares_answers_has_one_sequence_of_a_row():
+    """The mutant does not ask for it: sides of other rows would be paired."""
+    tokenizer = tokenizer_of(STOCK, True)
+    chosen = chat_options.ChatFormat(TEMPLATES["qwen3"])
+    encoder = Encoder(tokenizer, len(tokenizer), 512, False, "text", True, chat_format=chosen)
+    encoder.choose(["messages"], "train")
+    batch = {"messages": [[QUESTION, ANSWER, QUESTION, ANSWER]] * 2}
+    assert len(encoder.encode_batch(batch, ["a", "b"])["input_ids"]) == 4
+    encoder.require_one_sequence()
+    assert len(encoder.encode_batch(batch, ["a", "b"])["input_ids"]) == 2
+    encoder.chat_format = dataclasses.replace(chosen, train_turns="each")
+    with pytest.raises(UsageError, match="train_turns"):
+        encoder.require_one_sequence()
+
+
+def test_the_last_switch_may_decide():
+    """The mutant knows only whether a switch is there."""
+    template = (
+        "{% set ns = namespace(off=false) %}{% for m in messages %}{% if m.role == 'user' and '/no_think' in m.content %}"
+        "{% set ns.off = true %}{% elif m.role == 'user' and '/think' in m.content %}{% set ns.off = false %}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if ns.off %}<think></think>{% endif %}{% generation %}"
+        "{% if not ns.off %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if ns.off %}<think></think>{% endif %}{% endif %}"
+    )
+    tokenizer = tokenizer_of(template, True)
+    turns = []
+    for switch in ("/no_think", "/think", "/no_think"):
+        turns += [QUESTION | {"content": f"Q {switch}"}, ANSWER]
+    [(_, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None)
+    said = tokenizer.decode([label for label in labels if label != IGNORED])
+    assert said == "A<|im_end|>\n<think></think>A<|im_end|>\nA<|im_end|>\n"
+
+
 def counted(tokenizer, turns, **format) -> dict[str, int]:
     with kept_warnings() as warnings:
         chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format))
@@ -225,6 +284,21 @@ def test_variables_of_the_run_are_defaults_of_the_saved_template(family):
                 for template, variables in ((saved, given), (TEMPLATES[family], values | given))
             )
             assert served == trained
+
+
+def test_values_of_defaults_are_what_jinja_reads():
+    values = {"a": "🙂 '\"\\ #} {{", "b": {"c": None, "d": [1, True, "é"]}}
+    template = "{{ a }}|{{ b.c is none }}|{{ b.d | tojson }}|{{ messages[0].content }}"
+    tokenizer = tokenizer_of(template)
+    saved = with_defaults(template, values)
+    assert split_defaults(saved) == (template, values)
+    texts = [
+        tokenizer.apply_chat_template([QUESTION], tokenize=False, chat_template=each, **given)
+        for each, given in ((saved, {}), (template, values))
+    ]
+    assert texts[0] == texts[1]
+    own = "{%- if persona is not defined %}{% set persona = 'Bob' %}{% endif %}\n{{ persona }}"
+    assert split_defaults(own) == (own, {})  # a line of the template itself
 
 
 def test_a_run_from_a_saved_template_keeps_its_defaults():
