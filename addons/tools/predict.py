@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from addons.tools._open_model import OpenModel, most_tokens, open_model
-from engine.config.errors import UsageError, writes_to
+from engine.config.errors import UsageError, may_be_removed, writes_to
 from engine.config.paths import locate, path_of_flag
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import shutdown
 from engine.models.prompts import Prompt, last_answer
 from engine.process.exit_codes import run_main
 from engine.storage.atomic_folder import rewrite
-from engine.text.answer_prompt import QUESTION
-from engine.text.chat import render_chat
+from engine.text.chat_options import CHATS
 from engine.text.chat_turns import Chat
 from src.training.evaluation import generate_answers
 
@@ -91,6 +90,9 @@ def empty_reasoning(task: Any) -> str:
     tokenizer = task.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         return ""
+    with may_be_removed(CHATS):
+        from engine.text.answer_prompt import QUESTION
+        from engine.text.chat import render_chat
     chat = Chat([*QUESTION, {"role": "assistant", "content": WORDS}], [False, True], None)
     template = task.chat_format.template or tokenizer.get_chat_template()
     try:

@@ -52,7 +52,7 @@ def has_addon(path: str) -> bool:
 def need_addon(path: str) -> None:
     """Skip a test of a core promise that it checks with an add-on, such as streaming, where that is removed."""
     if not has_addon(path):
-        pytest.skip(f"without addons/{path}")
+        pytest.skip(f"without addons/{path}", allow_module_level=True)
 
 
 def write_jsonl(path, rows) -> Path:
