@@ -9,14 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from addons.tasks import preference
 from addons.tasks.preference.pair_losses import odds_ratio
+from addons.tasks.preference.preference_pairs import PairEncoder
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
 from engine.task_registry import OPTIONS
+from engine.text.chat_options import ChatFormat
+from engine.text.encode_rows import Encoder
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
@@ -560,3 +564,21 @@ def test_reference_begins_with_the_same_rows_of_new_tokens(fields, tmp_path):
     of_eval, _ = opened(given | of_run, tmp_path, rows)
     again = of_eval.build_model().teacher.state_dict()
     assert all(torch.equal(value, again[key]) for key, value in model.teacher.state_dict().items())
+
+
+def test_sides_of_several_answers_stay_one_pair():
+    """Under a template that leaves blocks out of the history. The mutant makes sequences of turns, and pairs them across rows."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    families = pytest.importorskip("engine.text.template_families", reason="this copy has removed chats")
+    tokenizer = pytest.importorskip("tests.helpers.chat_oracle").tokenizer_of(template)
+    chosen = ChatFormat(families.family_files()["qwen3"].read_text())  # has a block in each turn
+    encoder = Encoder(tokenizer, len(tokenizer), 512, False, "", True, chat_format=chosen)
+    prompt = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}, *prompt, {"role": "assistant", "content": "b"}]
+    rows = {"prompt": [prompt] * 2, "chosen": [answer] * 2, "rejected": [answer[:1]] * 2}
+    pairs = PairEncoder(encoder, Dataset.from_dict(rows), "train")
+    assert len(pairs.encode_batch(rows, ["a", "b"])["chosen_ids"]) == 2
