@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ BIAS = "transformer.h.1.mlp.c_fc.bias"
 
 def fields(folder: Path) -> dict:
     files = kit.tiny_files(folder) | {"model_config": kit.write_yaml(folder / "larger.yaml", kit.GPT2)}
-    steps = {"max_steps": 6, "save_steps": 2, "save_total_limit": 9, "logging_steps": 1, "eval_steps": 3}
+    steps = {"max_steps": 6, "save_steps": 2, "save_total_limit": 9, "logging_steps": 2, "eval_steps": 3}
     batch = {"global_batch_size": 8, "per_device_batch_size": 2, "learning_rate": 1e-3}
     return files | steps | batch
 
@@ -120,9 +121,14 @@ def test_changed_learning_rate_is_found(run):
     file.write_text(file.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002"))
     code, text = command(run, segments=3)
     assert code == 1
-    assert "the train line of step 5: learning_rate " in text
+    assert re.search(r"the train line of step 6: .*learning_rate ", text)
     assert "steps 1 to 4 cannot be judged" in text
     assert "0 of 1 intervals reproduced" in text
+
+
+def test_a_strangers_configuration_chooses_no_code_and_no_upload():
+    config = {"trust_remote_code": True, "push_to_hub": True, "cache_dir": "/", "report_to": ["wandb"], "seed": 1}
+    assert audit.recorded(config).keys() == {"seed", "save_steps"}
 
 
 def test_changed_row_and_missing_data_are_named(run, exact):
