@@ -237,14 +237,8 @@ def compare(interval: Interval, folder: Path) -> None:
     near = [_is_near(one, other, of_losses) for one, other in pairs]
     interval.begins_near = all(near[:1]) and not batches
     interval.begins_rounded = interval.begins_near and bool(pairs) and pairs[0][0] != pairs[0][1]
-    is_other_stack = _stack(run) != _stack(folder)
-    if (
-        not interval.config.get("exact_sums")
-        and is_other_stack
-        and not batches
-        and all(near)
-        and distance <= of_weights
-    ):
+    may_round = not interval.config.get("exact_sums") and _stack(run) != _stack(folder)
+    if may_round and not batches and all(near) and distance <= of_weights:
         interval.result = ROUNDED
         interval.reason = f"weights {distance:.1e} apart, at most {of_weights:.1e} in {precision}"
 
@@ -268,7 +262,7 @@ def _lines(folder: Path, interval: Interval) -> list[dict]:
 def _ledger(folder: Path, interval: Interval) -> list[dict]:
     """Return the hash of the prepared rows, and those of the rows of each step, as ledger.jsonl has them."""
     lines = jsonl.read_lines(folder / "ledger.jsonl")
-    rows = [{"kind": "ledger", "step": 0, "data": line["data"]} for line in lines[:1]]
+    rows = [{"kind": "ledger", "step": 0, "data": line.get("data")} for line in lines[:1]]
     return rows + [line | {"kind": "ledger"} for line in lines if interval.begin < line["step"] <= interval.end]
 
 
