@@ -36,7 +36,7 @@ quoted = '$(subst ','\'',$(1))'
 need = test -e $(1) || { echo "error: $(1) is not here: restore it to use make $@" >&2; exit 2; };
 
 # make ignores a variable that it does not know.
-$(foreach name,accelerate args config file nproc out run runs,$(if $(filter command,$(origin $(name))),$(error \
+$(foreach name,accelerate args config file nproc out run runs seed segments,$(if $(filter command,$(origin $(name))),$(error \
 $(name)=$($(name)) is in small letters: give $(shell printf '%s' '$(name)' | tr a-z A-Z)=$($(name)))))
 
 ifneq ($(word 2,$(CONFIG)),)
@@ -47,7 +47,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke preview find-lr find-batch-size train eval chat predict test test-addons test-fast test-gpu test-cluster lint format report ledger storm same fork update schema clean distclean
+.PHONY: help setup data smoke preview find-lr find-batch-size train eval chat predict test test-addons test-fast test-gpu test-cluster lint format report ledger storm same audit fork update schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -138,6 +138,10 @@ storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compar
 same: .venv/done ## compare the numbers of this folder with those of the commit BASE, or RUNS='folder folder', bitwise
 	@test -n '$(BASE)$(RUNS)' || { echo "error: give BASE=commit, or RUNS='folder folder'" >&2; exit 2; }
 	@$(call need,addons/tools/same.py) $(VENV)/python -m addons.tools.same $(or $(RUNS),'$(BASE)') $(ARGS)
+
+audit: .venv/done ## train SEGMENTS=3 intervals (or all) between the checkpoints of RUN again, and compare; SEED=number
+	@$(find_run); $(call need,addons/tools/audit.py) $(VENV)/python -m addons.tools.audit --segments '$(or $(SEGMENTS),3)' \
+	$(if $(SEED),--seed '$(SEED)') "$$run" $(LAUNCH) train.py $(ARGS)
 
 fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …", or none] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }

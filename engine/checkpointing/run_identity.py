@@ -65,7 +65,7 @@ def check_same_run(
 
     `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is
     refused unless it is declared may_change_on_resume."""
-    refused, allowed = _changes(read_state(checkpoint), cfg, options, current, has_same_rates)
+    refused, allowed = changes_since(read_state(checkpoint), cfg, options, current, has_same_rates)
     if refused:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
@@ -109,7 +109,7 @@ def _changes_of_fields(folder: str, cfg: RunConfig, options: Any, has_same_rates
     state = next((state for state in reversed(states) if "identity" in state), None)
     if state is None:
         return ""
-    refused, allowed = _changes(state, cfg, options, state["identity"], has_same_rates)
+    refused, allowed = changes_since(state, cfg, options, state["identity"], has_same_rates)
     other_data = {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}
     return "; ".join((refused | other_data).values())
 
@@ -130,7 +130,7 @@ def with_values_of_run(cfg: RunConfig) -> RunConfig:
     return dataclasses.replace(cfg, **values)
 
 
-def _changes(
+def changes_since(
     state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
