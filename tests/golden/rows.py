@@ -118,6 +118,7 @@ def split_record(folder: Path) -> dict:
     import pyarrow as pa
 
     stats = json.loads((folder / STATS).read_text())
+    stats["warnings"] = list(stats.get("warnings", {}).values())
     if not stats["examples"]:
         return rows_record([]) | {"stats": stats}
     with pa.memory_map(str(folder / ROWS)) as source:
@@ -137,9 +138,16 @@ def rows_record(rows: list[dict]) -> dict:
     bounds = [len(rows) * i // groups for i in range(groups + 1)] if groups else [0]
     parts = [rows[first:last] for first, last in pairwise(bounds)]
     columns = " ".join(f"{name}:{digest([simple(row.get(name)) for row in rows])}" for name in names)
-    shown = [{name: plain(repr(simple(row.get(name))))[:CONTEXT] for name in names} for row in rows[:MANY]]
+    shown = [{name: shortened(row.get(name)) for name in names} for row in rows[:MANY]]
     each = " ".join(digest([sorted((n, simple(v)) for n, v in row.items()) for row in part])[:4] for part in parts)
     return {"count": len(rows), "columns": columns, "each": each, "shown": shown}
+
+
+def shortened(value) -> str:
+    text = re.sub(
+        "(-100, ){2,}", lambda match: f"{len(match[0]) // 6} x -100, ", plain(repr(simple(value))[: 10 * CONTEXT])
+    )
+    return text[:CONTEXT]
 
 
 def simple(value):
@@ -276,7 +284,7 @@ def compared(before: dict, after: dict) -> list[str]:
         what = "row" if before["count"] <= MANY else f"group of {before['count'] // MANY} rows,"
         found.append(f"{what} {different[0]} is the first of {len(different)} that differ, in {', '.join(names)}")
         if what == "row" and different[0] < len(after["shown"]):
-            found += [f"    {name} is now {after['shown'][different[0]].get(name)}" for name in names]
+            found += [f"{name} is now {after['shown'][different[0]].get(name)}" for name in names]
     if before.get("kept") != after.get("kept"):
         found.append(f"rows of the split: {after.get('kept')}, were {before.get('kept')}")
     stats = [each.get("stats", {}) for each in (before, after)]
@@ -286,26 +294,46 @@ def compared(before: dict, after: dict) -> list[str]:
     return found or ["columns or statistics that are new"]
 
 
+def read_golden() -> dict[str, list[dict]]:
+    """Return the stored records of each test; equal ones stand in the file once."""
+    if not GOLDEN.exists():
+        return {}
+    stored = json.loads(GOLDEN.read_text())
+    return {key: [stored["records"][each] for each in ids.split()] for key, ids in stored["tests"].items()}
+
+
+def write_golden(golden: dict[str, list[dict]]) -> None:
+    records, tests = {}, {}
+    for key, of_test in golden.items():
+        ids = [digest(json.dumps(record, sort_keys=True)) for record in of_test]
+        records |= dict(zip(ids, of_test, strict=True))
+        tests[key] = " ".join(ids)
+    parts = []
+    for name, values in (("records", records), ("tests", tests)):
+        lines = [f"{json.dumps(key)}:{json.dumps(values[key], separators=(',', ':'))}" for key in sorted(values)]
+        parts.append(f'"{name}":{{\n' + ",\n".join(lines) + "\n}")
+    GOLDEN.write_text("{" + ",\n".join(parts) + "}\n")
+
+
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in ("record", "compare"):
         sys.exit(__doc__)
     records = run_tests(sys.argv[2:])
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    golden = read_golden()
     if sys.argv[1] == "record":
-        golden = {key: found for key, found in golden.items() if key not in records}
+        golden = {key: of_test for key, of_test in golden.items() if key not in records}
         golden |= {key: [without_values(record) for record in found] for key, found in records.items() if found}
-        lines = [f"{json.dumps(key)}: {json.dumps(golden[key])}" for key in sorted(golden)]
-        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        write_golden(golden)
         print(f"{GOLDEN.name}: {len(golden)} tests, {sum(map(len, golden.values()))} records")
         return
     number = 0
     for key in sorted(records):
-        for text in differences(golden.get(key, []), records[key]):
+        if texts := differences(golden.get(key, []), records[key]):
             number += 1
-            print(f"{key}\n    {text}")
+            print(key, *texts, sep="\n    ")
     known = sum(len(golden.get(key, [])) for key in records)
     missing = sum(key not in records for key in golden)
-    print(f"{len(records)} tests, {known} records: {number} differ ({missing} stored tests did not run)")
+    print(f"{len(records)} tests, {known} records: {number} tests differ ({missing} stored tests did not run)")
     sys.exit(number > 0)
 
 
