@@ -80,7 +80,6 @@ class Stream:
             )
         # Names and sizes, not paths: files may be moved, and each node may have its own copy.
         content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
-        content += ("drop",) * (cfg.long_rows == "drop")
         self.stats = {
             "examples": None,
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),

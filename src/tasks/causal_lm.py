@@ -32,7 +32,7 @@ from engine.task import Batch
 from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
 from engine.text.row_columns import RowColumns, named_columns
-from engine.text.tokenize_and_pack import IGNORED, padded_length
+from engine.text.tokenize_and_pack import IGNORED, pack, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 from src.losses.metrics import check_metrics, compute_metrics
@@ -47,7 +47,8 @@ class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
         min=2,
     )
     packing: bool | Literal["whole"] = option(
-        "pack documents into full rows, without attention across; whole: long ones are cut as without it, not split", False
+        "pack documents into full rows, without attention across; whole: long ones are cut as without it, not split",
+        False,
     )
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     router_aux_loss_coef: float | None = option(
@@ -124,7 +125,7 @@ class Task(base.Task):
         return self.encoder.encode_batch(batch, locations)
 
     def pack(self, rows: dict[str, list]) -> dict[str, list]:
-        return self.encoder.pack(rows) if self.options.packing else rows
+        return pack(self.max_length, rows) if self.options.packing else rows
 
     def plan_rows(self, has_chats: bool) -> dict[str, str]:
         return self.chat_format.plan() if has_chats else {}
