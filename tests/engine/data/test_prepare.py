@@ -43,7 +43,7 @@ def rows(tmp_path_factory):
 def fields(tools, rows):
     """The fields of packed rows."""
     given = {"model_config": tools / "gpt2.yaml", "tokenizer_name": tools / "tokenizer", "train_file": rows}
-    return given | {"packing": "whole", "max_length": 100}
+    return given | {"packing": True, "max_length": 100}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_bytes_do_not_depend_on_processes(fields, tmp_path, small):
     caches = []
     for world, processes in ((1, 1), (2, 1), (1, 3)):  # processes per rank
         caches.append(tmp_path / f"{world}{processes}")
-        fields["preprocessing_num_workers"] = processes
+        fields |= {"preprocessing_num_workers": processes, "packing": "whole"}
         kit.spawn(world, opened, fields, caches[-1], out=tmp_path / "out")
     one = digest(caches[0])
     (facts,) = caches[0].glob("prepared/*/facts.json")
@@ -325,7 +325,7 @@ def read_only(tmp_path):
 def test_complete_cache_may_be_read_only(fields, tmp_path, read_only):
     """For training and evaluation, on several processes; what is missing in it is one sentence."""
     cache = tmp_path / "cache"
-    fields = fields | {"validation_file": fields["train_file"], "cache_dir": cache, "max_steps": 1}
+    fields = fields | {"validation_file": fields["train_file"], "cache_dir": cache, "max_steps": 1, "packing": "whole"}
     opened(fields, cache)
     read_only(cache)
     training = ("train.py", *kit.flags(**fields, output_dir="run", global_batch_size=4, per_device_batch_size=2))
