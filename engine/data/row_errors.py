@@ -1,4 +1,4 @@
-"""Reading and encoding of raw rows, with the file and line of a row that fails; rows that `long_rows` drops.
+"""Reading and encoding of raw rows, with the file and line of a row that fails.
 
 Tests: tests/engine/data/test_bad_rows.py.
 """
