@@ -27,6 +27,7 @@ from engine.text.row_formats import (
 from engine.text.tokenize_and_pack import (
     IGNORED,
     find_leads,
+    pack,
     require_text,
     tokenize_continuation,
     tokenize_with_bytes,
@@ -155,6 +156,10 @@ class Encoder:
                 "--long_rows drop (more such rows are not named)",
                 kind="packing splits rows with a prompt",
             )
+
+    def pack(self, rows: dict[str, list]) -> dict[str, list]:
+        """Return encoded rows packed into fuller ones, with the lengths of their `documents`."""
+        return pack(self.max_length, rows)
 
     def _rows(self, document: Document) -> Iterator[dict]:
         """Yield a document as one row truncated to max_length; if it is split, as several rows of up to max_length."""

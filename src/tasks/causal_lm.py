@@ -32,7 +32,7 @@ from engine.task import Batch
 from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
 from engine.text.row_columns import RowColumns, named_columns
-from engine.text.tokenize_and_pack import IGNORED, pack, padded_length
+from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 from src.losses.metrics import check_metrics, compute_metrics
@@ -125,7 +125,7 @@ class Task(base.Task):
         return self.encoder.encode_batch(batch, locations)
 
     def pack(self, rows: dict[str, list]) -> dict[str, list]:
-        return pack(self.max_length, rows) if self.options.packing else rows
+        return self.encoder.pack(rows) if self.options.packing else rows
 
     def plan_rows(self, has_chats: bool) -> dict[str, str]:
         return self.chat_format.plan() if has_chats else {}
