@@ -97,6 +97,10 @@ class Task:
         only on `batch`. `locations[i]` names the file and line of raw row i, for error messages."""
         raise NotImplementedError
 
+    def pack(self, rows: dict[str, list]) -> dict[str, list]:
+        """Return encoded rows of one block put together into fuller ones, after `long_rows` has dropped some."""
+        return rows
+
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         """Return the model, any nn.Module, on the CPU in `cfg.dtype`, the same on every rank.
 

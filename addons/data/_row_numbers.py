@@ -44,7 +44,8 @@ class Column:
         """Store the numbers beside the prepared rows of a split, as part of their identity.
 
         Raise UsageError if the rows are not those of the files one by one, or for a value that is no valid number."""
-        if getattr(task.options, "packing", False) or split.stats["examples"] != split.stats["source_rows"]:
+        encoded = split.stats["examples"] + split.stats["rows_dropped"]
+        if getattr(task.options, "packing", False) or encoded != split.stats["source_rows"]:
             raise UsageError(
                 f"{self.field} is {self.name}, but the {split.stats['examples']} rows of the prepared data are not the "
                 f"{split.stats['source_rows']} rows of {source} (packing, or long texts that become several rows): remove it"

@@ -67,14 +67,14 @@ class StreamShards:
                     self.schema = features.arrow_schema
                     self.task.on_prepared(features)
                 table = table.select(self.columns)
-                rows, _ = self._encode(table, shard, block)
+                rows, _, _ = self._encode(table, shard, block)
                 is_known = is_known or len(rows["length"]) > 0
                 if any(rows["targets"]):
                     self.dummy_row = self.prepare(table, shard, block, 0)[0]
                     return
         raise UsageError(
             f"train data: {self.source} has no row to train on: it is empty, or every row is too short or has "
-            "only masked labels (-100)"
+            "only masked labels (-100), or is longer than max_length, and long_rows: drop leaves it out"
         )
 
     def _first_features(self) -> dict:
@@ -145,7 +145,7 @@ class StreamShards:
             if self.file_keys.setdefault(name, now) != now:
                 raise UsageError(f"{name} changed during training: restore the file and run again")
 
-    def _encode(self, table: pa.Table, shard: int, block: int) -> tuple[dict[str, list], pa.RecordBatch]:
+    def _encode(self, table: pa.Table, shard: int, block: int) -> tuple[dict[str, list], pa.RecordBatch, np.ndarray]:
         from datasets import Dataset
 
         name, first = self.names[shard], block * BLOCK
@@ -156,7 +156,7 @@ class StreamShards:
 
     def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
         """Encode a block and return its rows, in an order that depends on seed, shard, block and epoch."""
-        rows, batch = self._encode(table, shard, block)
+        rows, batch, _ = self._encode(table, shard, block)
         columns, count = column_readers(batch), batch.num_rows
         if not count:
             return []

@@ -74,9 +74,9 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
-        # With packing the encoder splits a long document, and append_eos would add a token that many models lack.
-        text_column = self.options.text_column
-        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, True, text_column, append_eos=False)
+        # append_eos would add a token that many models lack.
+        text_column, splits = self.options.text_column, self.cfg.long_rows == "cut"
+        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, splits, text_column, append_eos=False)
         needed, made = self.encoder.choose(examples.column_names, split)
         self.optional_columns = self.encoder.optional_columns()
         if "labels" in made:

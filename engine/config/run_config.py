@@ -123,6 +123,12 @@ class RunConfig:
         values=Source,
         from_checkpoint=True,
     )
+    long_rows: str = option(
+        "what becomes of rows, or pairs, longer than max_length: cut, or drop, which leaves them out",
+        "cut",
+        choices=("cut", "drop"),
+        is_rare=True,
+    )
     cache_dir: str | None = changeable(
         "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",
         is_path=AS_GIVEN,

@@ -39,6 +39,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
 def load_task(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> None:
     """Load the task's tokenizer and configuration, as they are before rows are encoded."""
     task.load()
+    if cfg.long_rows == "drop" and not hasattr(task, "max_length"):
+        raise UsageError(f"long_rows is drop, but rows of task {cfg.task} have no max_length: remove it")
     if "train" in wanted:
         if cfg.add_tokens:
             check_tokens(task, cfg.add_tokens)
@@ -176,6 +178,7 @@ def _give_features(task: Task, computed: ComputedSplit) -> None:
 def _check_computed(cfg: RunConfig, source: Source) -> None:
     """Raise UsageError for fields that computed rows cannot obey."""
     fields = fields_of_addons_with(cfg, AddOn.find_sources, AddOn.open_source, AddOn.after_preparation)
+    fields |= {"long_rows": "drop"} if cfg.long_rows == "drop" else {}
     if fields:
         raise UsageError(
             f"{next(iter(fields))} is given, but {source.field} {source.name} computes its rows when they are read: remove one of them"

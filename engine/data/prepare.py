@@ -88,6 +88,7 @@ def cache_key(task: Task, source: Source) -> str:
     settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
     settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
     rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
+    rows += ("drop",) * (task.cfg.long_rows == "drop")
     code = code_hash([*encode_files(task), *(Path(__file__).with_name(name) for name in CODE)])
     hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
     return f"{hashes[0][:32]}-{hashes[1][:16]}"
@@ -201,9 +202,9 @@ def _say(warnings: dict[str, Any], stats: dict[str, Any]) -> None:
 
 def _reason_for_no_targets(task: Task, stats: dict[str, Any]) -> str:
     """Return the reason, and the fix if there is one, from the counts of a split without a target."""
-    if stats["rows_cut"]:
-        cut = f"{stats['rows_cut']:,} of them are longer than max_length, and truncation has removed their targets"
-        return f"{cut}: raise --max_length"
+    if long := stats["rows_cut"] + stats["rows_dropped"]:
+        done = "long_rows: drop leaves them out" if stats["rows_dropped"] else "truncation has removed their targets"
+        return f"{long:,} of them are longer than max_length, and {done}: raise --max_length"
     if stats["longest"] < 2:
         return "every row is too short: no row has two tokens"
     return task.without_targets
@@ -230,11 +231,14 @@ def _encode_block(
         empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()} | {"kept": kept}
         return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS), {}
     with kept_warnings() as warnings:
-        rows, batch = encode_rows(task, read_rows(raw.rows, chosen, raw.describe_row), chosen, raw.describe_row, schema)
+        read = read_rows(raw.rows, chosen, raw.describe_row)
+        rows, batch, dropped = encode_rows(task, read, chosen, raw.describe_row, schema)
     lengths, targets, cut = (np.asarray(rows[name], np.int64) for name in COUNTS)
     hashes = np.array([xxhash.xxh3_64_intdigest(content) for content in _contents(batch)], np.uint64)
-    sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum(), (targets == 0).sum())
-    sums += (_unknown_tokens(task, batch), len(lengths))
+    sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum() + dropped.sum(), (targets == 0).sum())
+    sums += (_unknown_tokens(task, batch), len(lengths), (dropped > 0).sum())
+    if len(dropped) == len(chosen):  # else `encode` makes several rows of one
+        kept[kept] = dropped == 0
     return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums, warnings
 
 

@@ -71,8 +71,9 @@ ROWS = "rows.arrow"
 STATS = "facts.json"
 # In STATS
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target", "unknown_tokens", "examples")
+SUMS += ("rows_dropped",)  # longer than max_length, if long_rows is drop; `tokens_cut` has their tokens
 # Files with a number for each row: tokens; a hash of the content (of each document, if packed); for each raw row
-# whether it belongs to the split.
+# whether it belongs to the split, and was not dropped.
 ARRAYS = {"lengths": np.int32, "hashes": np.uint64, "kept": np.bool_}
 MANY = 5_000_000  # search at most this many training rows per source for validation rows
 
@@ -159,8 +160,9 @@ def format_stats(stats: dict, unit: str = "tokens") -> str:
     """Format the number of rows, tokens (or what `unit` names) and targets of a split as one line of text."""
     if stats["examples"] is None:
         return "a stream"
-    made = "packed" if stats["examples"] < stats["source_rows"] else "made"  # of long texts, or turns, several rows
-    packed = f" {made} from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
+    source_rows = stats["source_rows"] - stats["rows_dropped"]
+    made = "packed" if stats["examples"] < source_rows else "made"  # of long texts, or turns, several rows
+    packed = f" {made} from {source_rows:,}" if stats["examples"] != source_rows else ""
     counted = f", {stats['tokens']:,} {unit}" if stats["tokens"] != stats["examples"] else ""
     targets = f", {stats['targets']:,} targets" if stats["targets"] else ""  # of computed rows they are not counted
     return f"{stats['examples']:,} rows{packed}{counted}{targets}"
@@ -207,11 +209,10 @@ def data_notes(splits: dict) -> list[str]:
         stats = split.stats
         if stats["examples"] is None:  # a stream
             continue
-        if stats["rows_cut"]:
+        if long := stats["rows_cut"] + stats["rows_dropped"]:
             share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
-            text = (
-                f"{stats['rows_cut']:,} rows were longer than max_length: truncation removed {share:.1%} of all tokens"
-            )
+            done = "they are left out, which" if stats["rows_dropped"] else "truncation"
+            text = f"{long:,} rows were longer than max_length: {done} removed {share:.1%} of all tokens"
             notes.append(f"{name} data: {text}")
         if stats["without_target"]:
             text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and are not trained on"

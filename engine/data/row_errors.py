@@ -6,8 +6,10 @@ Tests: tests/engine/data/test_bad_rows.py.
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from engine.config.errors import Failure, UsageError, one_line
@@ -42,16 +44,24 @@ def read_rows(rows: "Dataset", ids: Sequence[int], describe: Callable[[int], str
 
 def encode_rows(
     task: Task, rows: dict[str, list], ids: Sequence[int], describe: Callable[[int], str], schema: pa.Schema
-) -> tuple[dict[str, list], pa.RecordBatch]:
-    """Return what the task's `encode` returns for raw rows, and the same as Arrow columns.
+) -> tuple[dict[str, list], pa.RecordBatch, np.ndarray]:
+    """Return what the task makes of raw rows, the same as Arrow columns, and what `long_rows` drops of it: for each row
+    that the task's `encode` returns its tokens, 0 for a row that stays.
 
-    If that fails, raise UsageError for the first row that fails alone."""
+    If encoding fails, raise UsageError for the first row that fails alone."""
     locations = [RowLocation(row, describe) for row in ids]
 
-    def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
+    def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch, np.ndarray]:
         part = {name: column[start:stop] for name, column in rows.items()}
         encoded = task.encode(part, locations[start:stop])
-        return encoded, pa.record_batch([pa.array(encoded[field.name], field.type) for field in schema], schema=schema)
+        cut = np.asarray(encoded["cut"], np.int64)
+        is_dropped = (cut > 0) & (task.cfg.long_rows == "drop")
+        dropped = (np.asarray(encoded["length"], np.int64) + cut) * is_dropped
+        if is_dropped.any():
+            encoded = {name: [*compress(values, ~is_dropped)] for name, values in encoded.items()}
+        encoded = task.pack(encoded)
+        columns = [pa.array(encoded[field.name], field.type) for field in schema]
+        return encoded, pa.record_batch(columns, schema=schema), dropped
 
     try:
         return encode(0, len(locations))

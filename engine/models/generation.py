@@ -116,8 +116,10 @@ class Generation:
         """Return whether the model has positions for a prompt and an answer."""
         return self.limit is None or len(prompt.ids) + max_new_tokens <= self.limit
 
-    def read_rows(self, split: Any, packed: bool, max_length: int) -> None:
-        """Find the prompts of the validation rows that `predict_with_generate` answers; `split` is None without data."""
+    def read_rows(self, split: Any, packing: bool | str, longest: int) -> None:
+        """Find the prompts of the validation rows that `predict_with_generate` answers; `split` is None without data.
+
+        `longest`: the tokens of a row that may have been cut are more."""
         options = self.options
         if split is None:
             if self.answers_rows:
@@ -138,7 +140,7 @@ class Generation:
             if getattr(options, "metrics", None) not in (None, EXACT_MATCH, ["none"]):
                 warn("metrics is not used without predict_with_generate")
             return
-        found = prompts_of_split(split, options.max_eval_generate_examples, packed, max_length)
+        found = prompts_of_split(split, options.max_eval_generate_examples, packing, longest)
         whole = [prompt for prompt in found if prompt is not None]
         longest = max((len(prompt.reference) for prompt in whole), default=1)
         self.max_new_tokens = options.max_new_tokens or longest

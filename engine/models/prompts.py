@@ -90,26 +90,25 @@ def end_of_turn(tokenizer: Any) -> int | None:
 # ---- rows that hold the answer -----------------------------------------------------------------------------------------
 
 
-def prompts_of_split(split: Any, count: int | None, packed: bool, max_length: int) -> list[Prompt | None]:
+def prompts_of_split(split: Any, count: int | None, packing: bool | str, longest: int) -> list[Prompt | None]:
     """Return the prompt of each of the first `count` rows of each source of a split; None for one without a whole answer.
 
-    A row of `max_length` tokens may have lost the end of its answer. Rows of `packed` data are documents. Raise UsageError
-    for one that may be a part of a longer document: the other parts lack what stands before them."""
+    A row of more than `longest` tokens may have lost the end of its answer. Rows of packed data are documents. If they
+    were split, raise UsageError for one that may be a part: the other parts lack what stands before them."""
     prompts: list[Prompt | None] = []
     for _, _, part in split.segments():
         of_part: list[Prompt | None] = []
         row = 0
         while row < len(part) and (count is None or len(of_part) < count):
             [values] = part.rows(np.array([row]))
-            sizes = values["documents"] if packed else [len(values["input_ids"])]
-            is_long = max(sizes, default=0) >= max_length
-            if packed and is_long:
+            sizes = values["documents"] if packing else [len(values["input_ids"])]
+            if packing is True and max(sizes, default=0) > longest:
                 raise UsageError(
-                    f"predict_with_generate: row {row} of the packed validation data is a document of max_length {max_length} "
-                    "tokens, which may be a part of a longer one: give a larger max_length, or packing false"
+                    f"predict_with_generate: row {row} of the packed validation data is a document of max_length "
+                    f"{longest + 1} tokens, which may be a part of a longer one: give a larger max_length, or packing whole"
                 )
             for ids, labels in _documents(values, sizes):
-                of_part.append(None if is_long else last_answer(ids, labels))
+                of_part.append(last_answer(ids, labels) if len(ids) <= longest else None)
             row += 1
         prompts += of_part[:count]
     return prompts

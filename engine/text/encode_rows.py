@@ -59,7 +59,7 @@ class Encoder:
     tokenizer: Any  # PreTrainedTokenizerBase; None if all rows are ids
     vocab_size: int
     max_length: int
-    packing: bool
+    splits: bool  # rows longer than max_length become several rows; else they are truncated
     text_column: str
     append_eos: bool
     named: dict[str, str] = field(default_factory=dict)  # part of a row -> the column that the run file names for it
@@ -149,10 +149,11 @@ class Encoder:
 
     def _warn_of_split(self, document: Document, location) -> None:
         """Warn of the first row with a prompt that packing splits: its later parts lack what they follow."""
-        if self.packing and len(document.ids) > self.max_length and IGNORED in document.labels:
+        if self.splits and len(document.ids) > self.max_length and IGNORED in document.labels:
             warn_once(
                 f"{location}: it has {len(document.ids):,} tokens, and max_length is {self.max_length:,}: packing splits "
-                "such rows, so their later parts are trained on without the prompt (more such rows are not named)",
+                "such rows, so their later parts are trained on without the prompt: give --packing whole, which cuts them, or "
+                "--long_rows drop (more such rows are not named)",
                 kind="packing splits rows with a prompt",
             )
 
@@ -161,9 +162,9 @@ class Encoder:
         return pack(self.max_length, rows)
 
     def _rows(self, document: Document) -> Iterator[dict]:
-        """Yield a document as one row truncated to max_length; with packing, as several rows of up to max_length."""
+        """Yield a document as one row truncated to max_length; if it is split, as several rows of up to max_length."""
         length = len(document.ids)
-        starts = range(0, max(length, 1), self.max_length) if self.packing else [0]
+        starts = range(0, max(length, 1), self.max_length) if self.splits else [0]
         for start in starts:
             stop = start + self.max_length
             ids = document.ids[start:stop]
@@ -176,7 +177,7 @@ class Encoder:
                 "length": len(ids),
                 "targets": int(is_target.sum()),
                 "bytes": int(sizes[1:][is_target].sum()),
-                "cut": 0 if self.packing else length - len(ids),
+                "cut": 0 if self.splits else length - len(ids),
             }
 
     # ---- one generator for each format: the documents of each row ----------------------------------------------------

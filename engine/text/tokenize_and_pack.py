@@ -172,23 +172,31 @@ def pack(max_length: int, batch: dict) -> dict:
 
 
 def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Return the document indices of each row. A document goes into the fullest row that still has space for it."""
+    """Return the document indices of each row. A document goes into the fullest row that still has space for it.
+
+    Of several such rows, it is the one that changed last. Linear in the number of documents, as few spaces differ."""
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int, list[int]]] = []  # (space, −time of the last change, row), sorted
+    open_rows: dict[int, list[list[int]]] = {}  # space -> rows with that space, in the order of their last change
+    spaces: list[int] = []  # those of open rows, sorted
     documents = [document for document, length in enumerate(lengths) if length > 1]
     documents.sort(key=lambda document: -lengths[document])
-    for time, document in enumerate(documents):
-        place = bisect.bisect_left(open_rows, (lengths[document],))
-        if place < len(open_rows):
-            space, _, row = open_rows.pop(place)
+    for document in documents:
+        place = bisect.bisect_left(spaces, lengths[document])
+        if place < len(spaces):
+            space = spaces[place]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                del spaces[place]
         else:
             space = max_length
             row = []
             rows.append(row)
         row.append(document)
         space -= lengths[document]
+        if space and not open_rows.setdefault(space, []):
+            bisect.insort(spaces, space)
         if space:
-            bisect.insort(open_rows, (space, -time, row))
+            open_rows[space].append(row)
     return rows
 
 

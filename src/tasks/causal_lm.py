@@ -13,7 +13,7 @@ Tests: tests/src/tasks/test_causal_lm.py.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -46,7 +46,10 @@ class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
         "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
         min=2,
     )
-    packing: bool = option("pack documents into full rows; attention never crosses documents", False)
+    packing: bool | Literal["whole"] = option(
+        "pack documents into full rows, without attention across; whole: long ones are cut as without it, not split",
+        False,
+    )
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     router_aux_loss_coef: float | None = option(
         "weight of the load-balancing loss of a mixture of experts, computed row by row (default: the model's own if its "
@@ -81,13 +84,9 @@ class Task(base.Task):
         # Packed rows are nearly full, so they can all be as wide, in equal counts: then compiled layers have few graphs.
         self.cut_by_cost = self.cut_by_cost and not options.packing
         self.has_one_width = options.packing and self.cfg.compile and shapes_repeat(self.cfg)
-        self.row_settings: tuple[Any, ...] = (
-            self.vocab_size,
-            self.max_length,
-            options.packing,
-            options.text_column,
-            options.append_eos,
-        )
+        splits = options.packing is True and self.cfg.long_rows == "cut"
+        self.row_settings: tuple[Any, ...]
+        self.row_settings = (self.vocab_size, self.max_length, splits, options.text_column, options.append_eos)
         named = named_columns(options)
         if named:  # else the fingerprint is that of runs before these options
             self.row_settings += (named,)
@@ -103,7 +102,8 @@ class Task(base.Task):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        return repr((self.tokenizer_text, *self.chat_format.settings(self.tokenizer), *self.row_settings))
+        packing = ("whole",) if self.options.packing and not self.encoder.splits else ()
+        return repr((self.tokenizer_text, *self.chat_format.settings(self.tokenizer), *self.row_settings, *packing))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
@@ -122,7 +122,9 @@ class Task(base.Task):
         return needed, Features(types)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        rows = self.encoder.encode_batch(batch, locations)
+        return self.encoder.encode_batch(batch, locations)
+
+    def pack(self, rows: dict[str, list]) -> dict[str, list]:
         return self.encoder.pack(rows) if self.options.packing else rows
 
     def plan_rows(self, has_chats: bool) -> dict[str, str]:
@@ -200,7 +202,7 @@ class Task(base.Task):
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def on_validation_data(self, split: Any) -> None:
-        self.generation.read_rows(split, self.options.packing, self.max_length)
+        self.generation.read_rows(split, self.options.packing, self.max_length - (self.cfg.long_rows == "cut"))
 
     def answer(
         self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_new_tokens: int, **settings: Any

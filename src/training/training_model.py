@@ -29,7 +29,7 @@ def build_model(
     choose_kernels(cfg, task, train_set, backend.accelerator.device)
     model = ModelWithLoss(backend.build_model(task, weights), task)
     change_model(model, cfg)
-    is_packed = getattr(task.options, "packing", False)
+    is_packed = bool(getattr(task.options, "packing", False))
     one_width = task.unit == "tokens" and (is_packed or rows_of_one_length(train_set))
     compile_and_recompute(model.model, cfg, one_width)
     return model
@@ -52,7 +52,7 @@ def has_few_shapes(cfg: RunConfig, task: Task, split) -> bool:
     forward and backward on an H200, where torch's own kernels take 1 ms. These are for rows of many lengths."""
     if task.unit != "tokens" or cfg.pad_to_multiple_of:
         return True
-    return getattr(task.options, "packing", False) or rows_of_one_length(split)
+    return bool(getattr(task.options, "packing", False)) or rows_of_one_length(split)
 
 
 def rows_of_one_length(split) -> bool:

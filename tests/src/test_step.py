@@ -218,7 +218,7 @@ def test_fp16_overflow_does_not_advance_the_schedule(files, tmp_path):
     assert kit.same(run.weights, initial.weights)
 
 
-@pytest.mark.parametrize("few", [{"pad_to_multiple_of": 64}, {"packing": True}, {"equal": True}, {}])
+@pytest.mark.parametrize("few", [{"pad_to_multiple_of": 64}, {"packing": "whole"}, {"equal": True}, {}])
 def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, tmp_path, few):
     """Its plan for each new shape would cost a tenth of a second; rows of few shapes keep torch's first choice.
 

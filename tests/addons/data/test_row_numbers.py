@@ -149,6 +149,16 @@ def test_mutant_order_that_depends_on_the_rank_is_caught(fields, tmp_path, monke
     assert ledger.compare(run.folder).startswith("step 1 differs: ")
 
 
+def test_rows_that_are_dropped_take_their_numbers_with_them(fields, tmp_path):
+    raw = [json.loads(line) for line in write_rows(tmp_path / "raw.jsonl").read_text().splitlines()]
+    limit = sorted(len(row["input_ids"]) for row in raw)[ROWS // 2]
+    _, splits = open_rows(fields, tmp_path, max_length=limit, long_rows="drop")
+    kept = [row["difficulty"] for row in raw if len(row["input_ids"]) <= limit]
+    column = Column("curriculum_column", fields["curriculum_column"])
+    assert column.read(splits["train"]).tolist() == kept
+    assert len(splits["train"]) == len(kept) < ROWS
+
+
 # ---- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,13 @@ def test_stream_without_targets_is_refused(tmp_path, monkeypatch, masked):
     assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
 
 
+def test_long_rows_of_a_stream_are_dropped(tmp_path):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [n] * n} for n in range(2, 20)])
+    shards = opened(tmp_path, file, max_length=11, long_rows="drop").shards
+    [table] = shards.blocks(0)
+    assert sorted(length for *_, length in shards.prepare(table, 0, 0, 0)) == [*range(2, 12)]
+
+
 def test_stream_of_packed_rows_has_the_warmups(tmp_path):
     """The first steps have fewer and shorter rows, the same for 1 and 2 processes, and after a resume."""
     generator = np.random.default_rng(1)

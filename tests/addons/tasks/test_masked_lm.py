@@ -63,6 +63,13 @@ def test_weight_is_known_before_training(folder):
         assert task.collate(rows, training).weight == splits["train"].stats["targets"]
 
 
+def test_long_texts_are_split_or_dropped(folder):
+    (_, split), (_, dropped) = (open_data(folder, max_length=16, long_rows=value) for value in ("cut", "drop"))
+    stats = dropped["train"].stats
+    assert len(split["train"]) > stats["source_rows"] > len(dropped["train"]) > 0
+    assert len(dropped["train"]) == stats["source_rows"] - stats["rows_dropped"]
+
+
 def test_masks_belong_to_the_micro_batch_in_training_and_to_the_row_in_evaluation(folder):
     task, splits = open_data(folder)
     rows = rows_of(splits, 9)

@@ -582,3 +582,11 @@ def test_sides_of_several_answers_stay_one_pair():
     rows = {"prompt": [prompt] * 2, "chosen": [answer] * 2, "rejected": [answer[:1]] * 2}
     pairs = PairEncoder(encoder, Dataset.from_dict(rows), "train")
     assert len(pairs.encode_batch(rows, ["a", "b"])["chosen_ids"]) == 2
+
+
+def test_pair_is_dropped_if_one_of_its_answers_is_too_long(fields, tmp_path):
+    rows = [{"prompt": "the", "chosen": a, "rejected": b} for a in (" cat", " cat" * 20) for b in (" sat", " sat" * 20)]
+    _, splits = kit.open_data(
+        **fields, max_length=12, long_rows="drop", train_file=kit.write_jsonl(tmp_path / "rows.jsonl", rows)
+    )
+    assert (len(splits["train"]), splits["train"].stats["rows_dropped"]) == (1, 3)

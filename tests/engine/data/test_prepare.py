@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config.errors import UsageError, said
 from engine.data import dataset, prepare
-from engine.data.prepared_split import data_notes
+from engine.data.prepared_split import data_notes, format_stats
 from engine.loop import run_record
 from engine.storage import cache_folder
 from src.tasks import causal_lm
@@ -69,7 +69,7 @@ def test_bytes_do_not_depend_on_processes(fields, tmp_path, small):
     caches = []
     for world, processes in ((1, 1), (2, 1), (1, 3)):  # processes per rank
         caches.append(tmp_path / f"{world}{processes}")
-        fields["preprocessing_num_workers"] = processes
+        fields |= {"preprocessing_num_workers": processes, "packing": "whole"}
         kit.spawn(world, opened, fields, caches[-1], out=tmp_path / "out")
     one = digest(caches[0])
     (facts,) = caches[0].glob("prepared/*/facts.json")
@@ -185,24 +185,45 @@ def documents(split) -> list[list[int]]:
     return documents
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_long_rows_are_cut_or_packed_without_loss_and_repeated_rows_are_counted(open_data, tmp_path, packing):
+@pytest.mark.parametrize("long_rows", ["cut", "drop"])
+@pytest.mark.parametrize("packing", [False, True, "whole"])
+def test_long_rows_are_cut_split_or_dropped_and_repeated_rows_are_counted(open_data, tmp_path, packing, long_rows):
     new = [{"text": f"return x{i} self"} for i in range(4)]
     file = kit.write_jsonl(tmp_path / "rows.jsonl", LONG)
     other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
-    task, splits = open_data(train_file=file, validation_file=other, max_length=64, packing=packing)
+    fields = {"max_length": 64, "packing": packing, "long_rows": long_rows}
+    task, splits = open_data(train_file=file, validation_file=other, **fields)
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
     stats, cut = splits["train"].stats, [len(ids) - 64 for ids in whole if len(ids) > 64]
     *notes, repeated = data_notes(splits)
     assert repeated == "validation data: 3 of 8 examples checked are also in the training data"
-    if packing:
+    expected = [ids for ids in whole if len(ids) <= 64]
+    counts = {"rows_cut": 0, "rows_dropped": 2, "tokens_cut": sum(cut) + 2 * 64, "source_rows": len(whole)}
+    if long_rows == "cut" and packing is True:
         parts = [ids[i : i + 64] for ids in whole for i in range(0, len(ids), 64)]
-        assert sorted(documents(splits["train"])) == sorted(part for part in parts if len(part) > 1)
-        assert (stats["rows_cut"], stats["tokens_cut"], notes) == (0, 0, [])
+        expected = [part for part in parts if len(part) > 1]
+        counts |= {"rows_dropped": 0, "tokens_cut": 0}
+    elif long_rows == "cut":
+        expected = [ids[:64] for ids in whole]
+        counts |= {"rows_cut": 2, "rows_dropped": 0, "tokens_cut": sum(cut)}
+    assert {name: stats[name] for name in counts} == counts
+    assert "".join(notes).count("train data: 2 rows were longer than max_length") == (counts["tokens_cut"] > 0)
+    assert ("left out" in "".join(notes)) == (long_rows == "drop")
+    rows = "" if not packing else f" packed from {len(whole) - counts['rows_dropped']}"
+    assert format_stats(stats).startswith(f"{len(splits['train'])} rows{rows}, ")
+    if not packing:
+        assert documents(splits["train"]) == expected
         return
-    assert documents(splits["train"]) == [ids[:64] for ids in whole]
-    assert (stats["rows_cut"], stats["tokens_cut"]) == (2, sum(cut))
-    assert "train data: 2 rows were longer than max_length" in notes[0]
+    assert sorted(documents(splits["train"])) == sorted(expected)
+    assert len(splits["train"]) == len(kit.all_rows(splits["train"])) < len(expected)
+
+
+def test_dropping_all_rows_and_where_nothing_could_be_dropped_are_refused(open_data, plain, tmp_path):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", LONG[-2:])
+    with pytest.raises(UsageError, match="2 of them are longer than max_length, and long_rows: drop leaves them out"):
+        open_data(train_file=file, max_length=64, long_rows="drop")
+    with pytest.raises(UsageError, match="long_rows is drop, but rows of task plain have no max_length"):
+        kit.open_data(task="plain", **plain, long_rows="drop")
 
 
 def test_unknown_tokens_are_counted(open_data, tmp_path):
@@ -304,7 +325,7 @@ def read_only(tmp_path):
 def test_complete_cache_may_be_read_only(fields, tmp_path, read_only):
     """For training and evaluation, on several processes; what is missing in it is one sentence."""
     cache = tmp_path / "cache"
-    fields = fields | {"validation_file": fields["train_file"], "cache_dir": cache, "max_steps": 1}
+    fields = fields | {"validation_file": fields["train_file"], "cache_dir": cache, "max_steps": 1, "packing": "whole"}
     opened(fields, cache)
     read_only(cache)
     training = ("train.py", *kit.flags(**fields, output_dir="run", global_batch_size=4, per_device_batch_size=2))

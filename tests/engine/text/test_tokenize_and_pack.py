@@ -94,6 +94,20 @@ def test_best_fit_by_hand():
     assert pack(8, counts | {"input_ids": [[7]] * 5, "length": [1] * 5})["input_ids"] == []  # they predict nothing
 
 
+@pytest.mark.parametrize("max_length", [7, 64, 1000])
+def test_best_fit_is_that_of_a_search_through_all_rows(max_length):
+    """The tightest row with space, of several the one that changed last; a row is never too full."""
+    lengths = (1 + max_length * np.random.default_rng(1).random(500) ** 2).astype(int).tolist()
+    rows: list[list[int]] = []  # in the order of their last change
+    for length in sorted((length for length in lengths if length > 1), reverse=True):
+        fitting = [row for row in reversed(rows) if sum(row) + length <= max_length]
+        row = max(fitting, key=sum, default=[])
+        rows = [each for each in rows if each is not row] + [[*row, length]]
+    packed = [[lengths[document] for document in row] for row in tokenize_and_pack._best_fit(lengths, max_length)]
+    assert sorted(packed) == sorted(rows)
+    assert max(map(sum, packed)) <= max_length
+
+
 def test_padding_does_not_continue_a_document():
     """It counts from zero, so transformers sees padding as a document of its own."""
     assert packed_positions(np.array([3, 2]), 5).tolist() == [0, 1, 2, 0, 1]

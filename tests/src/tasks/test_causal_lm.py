@@ -532,13 +532,37 @@ def test_input_ids_are_used_as_they_are(folder, packing):
 
 def test_prompt_that_packing_splits_is_warned_of_once(folder, capfd):
     row = {"prompt": "def f(x): " * 9, "completion": "return x"}
-    for rows, is_split in (([{"prompt": "a", "completion": "b"}, row, row], True), ([{"text": row["prompt"]}], False)):
-        open_data(folder, rows, packing=True, max_length=12)
+    pairs = [{"prompt": "a", "completion": "b"}, row, row]
+    for rows, packing, is_split in (
+        (pairs, True, True),
+        (pairs, "whole", False),
+        ([{"text": row["prompt"]}], True, False),
+    ):
+        open_data(folder, rows, packing=packing, max_length=12)
         warnings = capfd.readouterr().err
         assert warnings.count("packing splits such rows") == is_split
         assert not is_split or "rows.jsonl, line 2" in warnings
     open_data(folder, [row, row], packing=False, max_length=12 * 9)
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("packing", [True, "whole"])
+@pytest.mark.parametrize("long_rows", ["cut", "drop"])
+def test_answers_of_packed_documents_are_those_of_rows(folder, packing, long_rows):
+    """Cut ones have none; a document as long as max_length may be cut, unless such documents are dropped."""
+    rows = [{"prompt": "a" * n, "completion": "b"} for n in range(2, 12)]
+    fields = {"predict_with_generate": True, "long_rows": long_rows, "max_length": 9, "max_new_tokens": 2}
+    fields["validation_file"] = kit.write_jsonl(folder / "answers.jsonl", rows)
+    alone, by_row = open_data(folder, rows, packing=False, **fields)
+    expected = {len(prompt.ids) for prompt in alone.generation.of_rows}
+    assert expected == {*range(2, 8 if long_rows == "drop" else 7)}  # each has an answer and an end
+    if (packing, long_rows) == (True, "cut"):
+        with pytest.raises(UsageError, match="packing whole"):
+            open_data(folder, rows, packing=packing, **fields)
+        return
+    packed, splits = open_data(folder, rows, packing=packing, **fields)
+    assert {len(prompt.ids) for prompt in packed.generation.of_rows} == expected
+    assert splits["validation"].stats["examples"] < by_row["validation"].stats["examples"]
 
 
 def test_columns_that_are_not_used_are_warned_about(folder, capfd):

@@ -82,6 +82,14 @@ def test_pairs_equal_those_of_tokenizer_and_model(folder):
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
+def test_labels_of_rows_stay_theirs_where_long_rows_are_dropped(folder):
+    task, splits = open_data(folder, max_length=12, long_rows="drop")
+    short = [row for row in raw_rows(folder) if len(task.tokenizer(row["text"])["input_ids"]) <= 12]
+    rows = splits["train"].rows(np.arange(len(splits["train"])))
+    assert [task.labels[row["label"]] for row in rows] == [row["label"] for row in short]
+    assert [row["input_ids"].tolist() for row in rows] == [task.tokenizer(row["text"])["input_ids"] for row in short]
+
+
 @pytest.mark.parametrize(
     "values, names",
     [
