@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from addons.streaming.shards import BLOCK, Row, StreamShards
+from addons.streaming.shards import BLOCK, PreparedRow, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
 from engine.data.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
@@ -177,17 +177,17 @@ class _Pass(torch.utils.data.IterableDataset):
                 yield [collate(self.stream.task, micro, rows) for micro, rows in items], dict(self.positions)
                 step += 1
 
-    def _group_rows(self, group: int, start: StreamPosition) -> Iterator[tuple[StreamPosition, Row]]:
+    def _group_rows(self, group: int, start: StreamPosition) -> Iterator[tuple[StreamPosition, PreparedRow]]:
         """Yield (position after the row, row) of a shard group for the rest of this pass, from `start`."""
         shards = self.stream.shards
         order = permute(np.arange(len(shards)), len(shards), self.stream.cfg.seed, self.epoch)
         order = order[group :: self.stream.shard_groups].tolist()
         for position in range(start.shards, len(order)):
             begin = start if position == start.shards else StreamPosition(position)
-            for block, table in enumerate(shards.blocks(order[position])):
+            for block, raw in enumerate(shards.blocks(order[position])):
                 if block < begin.blocks:
                     continue
-                rows = shards.prepare(table, order[position], block, self.epoch)
+                rows = shards.prepare(raw, order[position], block, self.epoch)
                 for i in range(begin.rows if block == begin.blocks else 0, len(rows)):
                     yield StreamPosition(position, block, i + 1), rows[i]
 
@@ -196,7 +196,7 @@ class _Pass(torch.utils.data.IterableDataset):
         size, groups = self.stream.rows_in_step(step), self.stream.shard_groups
         return size // groups + (group < size % groups)
 
-    def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
+    def _split(self, rows: list[PreparedRow], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
         cfg = self.stream.cfg
         lengths = np.array([length for *_, length in rows], np.int64)

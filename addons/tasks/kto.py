@@ -10,6 +10,7 @@ without gradients, as in TRL. Tests: tests/addons/tasks/test_kto.py.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.data.seeding import seed_everything
 from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
-from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
+from engine.text.row_columns import OF_CHATS, holds_turns, types_at_first, warn_of_ignored
 from engine.text.row_formats import split_prompt
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
@@ -76,16 +77,11 @@ class Task(ReferenceTask):
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs `prompt`, "
                 f"`completion` and `label`{pairs if {'chosen', 'rejected'} <= {*columns} else ''}"
             )
-        kind = getattr(examples.features["label"], "dtype", "a list")
-        if kind != "bool":
-            raise UsageError(
-                f"{split} data: `label` holds {kind}: give true for a good completion, false for a bad one"
-            )
         # Neither `label`, as a language model refuses answers that are false, nor columns of other formats.
-        raw = {name: examples.features[name] for name in ("prompt", "completion")}
-        if any(map(holds_turns, raw.values())):
-            raw |= {name: examples.features[name] for name in OF_CHATS if name in columns}
-        self.raw_columns, _ = super().inspect_columns(_Columns([*raw], raw), split)
+        raw = ["prompt", "completion"]
+        if any(map(holds_turns, types_at_first(examples, raw).values())):
+            raw += [name for name in OF_CHATS if name in columns]
+        self.raw_columns, _ = super().inspect_columns(_Columns(raw, examples.first), split)
         self.encoder.require_one_sequence()
         warn_of_ignored(columns, [*self.raw_columns, "label"], split, ("messages", "input_ids"))
         prefixes = ("", MISMATCHED) if self.has_baseline else ("",)
@@ -98,14 +94,17 @@ class Task(ReferenceTask):
 
         The mismatched completion of a row is that of the row before it in the block, of the first row the last one. A
         block of one row has none."""
-        for label, location in zip(batch["label"], locations, strict=True):
-            if label is None:
-                raise UsageError(f"{location}: `label` is null: give true for a good completion, false for a bad one")
+        ratings = [str(label).lower() for label in batch["label"]]  # true and false are texts in a CSV file
+        for rating, label, location in zip(ratings, batch["label"], locations, strict=True):
+            if rating not in ("true", "false"):
+                raise UsageError(
+                    f"{location}: `label` is {label!r}: give true for a good completion, false for a bad one"
+                )
         raw = {name: batch[name] for name in self.raw_columns}
         made = self.encoder.encode_batch(raw, locations)
         rows = {name: made[name] for name in ("input_ids", "labels", "length", "cut")}
         rows["targets"] = [int(count > 0) for count in made["targets"]]
-        rows["label"] = [int(label) for label in batch["label"]]
+        rows["label"] = [int(rating == "true") for rating in ratings]
         if self.has_baseline:
             prompts, answers = self._prompts_and_answers(raw)
             before = [*answers[-1:], *answers[:-1]]
@@ -234,10 +233,10 @@ class Task(ReferenceTask):
 
 @dataclass
 class _Columns:
-    """Names and types of the columns that the encoder sees."""
+    """The columns that the encoder sees."""
 
     column_names: list[str]
-    features: dict[str, Any]
+    first: Callable[[str], Any]
 
 
 def _split_chat(prompt: Any, completion: Any) -> tuple[list[dict], list[dict]]:

@@ -78,7 +78,6 @@ class Task(base.Task):
         text_column = self.options.text_column
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, True, text_column, append_eos=False)
         needed, made = self.encoder.choose(examples.column_names, split)
-        self.optional_columns = self.encoder.optional_columns()
         if "labels" in made:
             raise UsageError(
                 f"{split} data: masked_lm chooses its labels itself, so {', '.join(needed)} cannot all be used: give "

@@ -80,7 +80,6 @@ class Task(base.Task):
         self.pairs = PairEncoder(self.encoder, examples, split)
         self.row_description = self.pairs.describe()
         self.reads_chats = self.pairs.chat
-        self.optional_columns = self.pairs.optional
         features = {f"{side}_ids": List(Value("int32")) for side in SIDES}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

@@ -20,7 +20,7 @@ from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
-from engine.text.labels import SEVERAL_TYPES, Labels, SeveralTypes, require_columns
+from engine.text.labels import Labels, require_columns
 from engine.text.tokenize_and_pack import (
     IGNORED,
     pad_columns,
@@ -71,21 +71,15 @@ class Task(base.Task):
         return repr((self.tokenizer_text, self.max_length, *columns, self.labels))
 
     def inspect_columns(self, examples, split: str):
-        from datasets import ClassLabel, Features, LargeList, List, Value
+        from datasets import ClassLabel, Features, List, Value
 
         needed = [self.options.tokens_column, self.options.tags_column]
         require_columns(examples, needed, split, "--tokens_column or --tags_column")
-        for column in needed:
-            feature = examples.features.get(column)
-            if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
-                raise SeveralTypes(column, split)
-            if not isinstance(feature, List | LargeList):
-                kind = getattr(feature, "dtype", "no lists")
-                raise UsageError(f"{split} data: `{column}` holds {kind}: give a list for each row")
         column = needed[1]
-        self.tags = replace(self.tags, names_of_column=getattr(examples.features[column].feature, "names", None))
+        feature = getattr(examples.features.get(column), "feature", None)
+        self.tags = replace(self.tags, names_of_column=getattr(feature, "names", None))
         if self.labels is None:
-            values = (tag for row in examples[column] for tag in row or ())
+            values = examples.unique(column, in_lists=True)
             self.tags = replace(self.tags, names=self.tags.of_data(self.cfg, values, split))
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
         counts = {name: Value("int64") for name in ("length", "targets", "cut")}
@@ -95,8 +89,10 @@ class Task(base.Task):
         column, tag_column = self.options.tokens_column, self.options.tags_column
         words, tags = batch[column], batch[tag_column]
         for location, row, names in zip(locations, words, tags, strict=True):
-            if row is None or names is None:
-                raise UsageError(f"{location}: `{column if row is None else tag_column}` holds nothing")
+            for name, values in ((column, row), (tag_column, names)):
+                if not isinstance(values, list):
+                    holds = "nothing" if values is None else type(values).__name__
+                    raise UsageError(f"{location}: `{name}` holds {holds}: give a list for each row")
             if len(row) != len(names):
                 raise UsageError(f"{location}: {len(row)} tokens with {len(names)} tags: give one tag per token")
             require_text(row, column, [location] * len(row))

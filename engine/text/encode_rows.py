@@ -114,13 +114,9 @@ class Encoder:
             )
         self.chat_format = replace(self.chat_format, one_sequence=True)
 
-    def nested_columns(self) -> list[str]:
-        """Return the columns of turns and tools that the run file names: their rows may have other keys."""
-        return [self.named[part] for part in ("messages", "tools") if part in self.named]
-
-    def optional_columns(self) -> list[str]:
-        """Return the columns that rows of the chosen format may have."""
-        return [*self.format.optional.values()]
+    def columns_of_pairs(self) -> list[str]:
+        """Return the columns whose first values say whether rows are chats."""
+        return [self.named.get(part, part) for part in ("prompt", "completion")]
 
     def describe(self) -> str:
         """Return a sentence on how rows are read, for the plan."""
@@ -392,7 +388,7 @@ def _require_integers(values: Any, name: str, location) -> None:
 def _refuse_bad_answers(name: str, ratings: Iterable[bool | None], locations) -> None:
     """Raise UsageError for the first answer that its row calls bad: a language model would learn to give it."""
     for i, rating in enumerate(ratings):
-        if rating is False:
+        if str(rating).lower() == "false":
             raise UsageError(
                 f"{locations[i]}: `{name}` is false: an answer to avoid, which this task would train on: remove such rows, or "
                 "make pairs for task preference"

@@ -64,9 +64,21 @@ def named_columns(options: Any) -> dict[str, str]:
     return {part: column for part, column in columns.items() if column}
 
 
-def holds_turns(feature: Any) -> bool:
-    """Return whether a column holds turns by its type: anything but text, or another single value."""
-    return feature is not None and type(feature).__name__ != "Value"
+def types_at_first(examples: Any, columns: Iterable[str] = ("prompt", "completion")) -> dict[str, type]:
+    """Return the type of the first value of these columns, and of ratings, that is there among the first rows.
+
+    The texts true and false, as of a CSV file, are bools."""
+    values = {name: examples.first(name) for name in (*columns, *RATINGS) if name in examples.column_names}
+    return {
+        name: bool if str(value).lower() in ("true", "false") else type(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def holds_turns(kind: type | None) -> bool:
+    """Return whether a column holds turns by the type of its first value."""
+    return kind in (list, dict)
 
 
 class Format(NamedTuple):
@@ -110,7 +122,7 @@ def formats_of_rows(text_column: str, named: dict[str, str], features: Any) -> l
 
     `features`: the types of the columns, if they are known."""
     types = features or {}
-    ratings = [name for name in RATINGS if getattr(types.get(name), "dtype", None) == "bool"]
+    ratings = [name for name in RATINGS if types.get(name) is bool]
 
     def names(*parts: str) -> dict[str, str]:
         return {part: named.get(part, part) for part in parts}

@@ -31,7 +31,7 @@ from engine.models.router_loss import RouterLoss
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
-from engine.text.row_columns import RowColumns, named_columns
+from engine.text.row_columns import RowColumns, named_columns, types_at_first
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
@@ -94,7 +94,6 @@ class Task(base.Task):
         self.encoder = Encoder(
             self.tokenizer, *self.row_settings, chat_format=self.chat_format, is_mixed=bool(self.cfg.mixture)
         )
-        self.json_columns = (*base.Task.json_columns, *self.encoder.nested_columns())
         self.router = RouterLoss(self.config, options.router_aux_loss_coef)
         self.generation = Generation(options, self.tokenizer, self.config)
         metrics = options.metrics if self.generation.answers_rows else []
@@ -109,10 +108,11 @@ class Task(base.Task):
         from datasets import Features, List, Value
 
         self.encoder = replace(self.encoder)  # each split may have another format
-        needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
+        needed, columns = self.encoder.choose(
+            examples.column_names, split, types_at_first(examples, self.encoder.columns_of_pairs())
+        )
         self.row_description = self.encoder.describe()
         self.reads_chats = self.encoder.reads_chats
-        self.optional_columns = self.encoder.optional_columns()
         if self.options.packing:
             columns = [*columns, "documents"]  # lengths of the documents in a row
         types: dict[str, Any] = {}

@@ -110,7 +110,6 @@ class Task(ReferenceTask):
 
         self.pairs = PairEncoder(self.encoder, examples, split, self.options.needs_all_tokens)
         self.reads_chats = self.pairs.chat
-        self.optional_columns = self.pairs.optional
         self.row_description = self.pairs.describe()
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})

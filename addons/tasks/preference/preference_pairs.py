@@ -6,9 +6,8 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 
 from engine.config.errors import UsageError, errors_of, warn_once
-from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
-from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
+from engine.text.row_columns import OF_CHATS, holds_turns, types_at_first, warn_of_ignored
 from engine.text.row_formats import join_prompt, not_trained, read_answer, read_tools, with_system
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
@@ -33,7 +32,7 @@ class PairEncoder:
         encoder.require_one_sequence()
         # LLaMA-Factory's pairs have the turns before the answer in `conversations`.
         self.prompt = prompt = "conversations" if PROMPT not in columns and "conversations" in columns else PROMPT
-        self.chat = any(holds_turns((examples.features or {}).get(name)) for name in (prompt, *SIDES))
+        self.chat = any(map(holds_turns, types_at_first(examples, (prompt, *SIDES)).values()))
         self.needed = [name for name in (prompt, *SIDES) if name in columns or not (self.chat and name == prompt)]
         if missing := [name for name in self.needed if name not in columns]:
             raise UsageError(
@@ -41,12 +40,10 @@ class PairEncoder:
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
         beside = [*OF_CHATS, SYSTEM] if prompt != PROMPT else [*OF_CHATS]
-        self.optional = [prompt, *beside] if self.chat else []
         self.needed += [name for name in beside if self.chat and name in columns]
         warn_of_ignored(columns, self.needed, split)
         variables = [name for name in OF_CHATS if name in self.needed]
         encoder.choose(["messages", *variables] if self.chat else ["prompt", "completion"], split)
-        encoder.structs = find_structs(examples.features, self.needed)
 
     def describe(self) -> str:
         """Return a sentence on how rows are read, for the plan."""
