@@ -5,7 +5,7 @@ Tests: tests/conformance/; run them on your own task.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +48,8 @@ class Task:
     # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
     cut_by_cost: bool = True
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
+    # Names by which `encode` gets columns, whatever the data calls them: the field `columns` may name each of them.
+    parts: tuple[str, ...] = ()
     # Raw columns that may hold several types; others are refused.
     json_columns: tuple[str, ...] = ("messages", "conversations", "tools", "chat_template_kwargs")
     # Set by `inspect_columns`:
@@ -58,9 +60,6 @@ class Task:
     # Set with the training data: the token that ends a turn of chats.
     end_of_turn: int | None = None
     id_columns: tuple[str, ...] = ("input_ids",)  # of the prepared rows: token ids, in which unknown ones are counted
-    optional_columns: Sequence[
-        str
-    ] = ()  # columns that `encode` reads if they are there; those of a stream may be missing
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     pipeline_tag: str = ""  # of the Hub, for the model card, where the name of the model's class does not tell it
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
@@ -85,7 +84,8 @@ class Task:
     def inspect_columns(self, examples: "Dataset", split: str) -> tuple[list[str], "Features"]:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
-        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
+        The columns have the names of their `parts`. Those that the data may lack are named, too: `encode` gets them where
+        they are there. Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
         only the first ones, or none. Called before `encode`, unless the prepared rows are in the cache."""
         raise NotImplementedError
 

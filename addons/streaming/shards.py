@@ -23,6 +23,7 @@ from engine.data.sources import named_files
 from engine.storage import http_files
 from engine.task import Task
 from engine.text.chat_turns import find_structs
+from engine.text.row_columns import by_part, check_columns, columns_by_name, named_in_errors
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
@@ -39,6 +40,7 @@ class StreamShards:
         if self.dataset is not None:
             self.names = [f"{source} {i}" for i in range(self.dataset.num_shards)]
         self.columns: list[str] | None = None
+        self.late_columns: set[str] = set()
         self.file_keys: dict[str, list] = {}  # local file -> size and timestamps at the first read
         self._inspect()
         self.task = copy.copy(task)  # the task reads the columns of evaluation data next, which may be others
@@ -56,14 +58,14 @@ class StreamShards:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
         if features:  # so that only the needed columns are downloaded and compared
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
-            self.columns, _ = self.task.inspect_columns(empty, "train")
+            self._choose_columns(empty)
             if self.dataset is not None:
                 self.dataset = _open_dataset(self.source, self.columns, self._late_columns())
         is_known = False
         for shard in range(len(self)):
             for block, table in enumerate(self.blocks(shard)):
                 if not is_known:
-                    self.columns, features = self.task.inspect_columns(Dataset(table), "train")
+                    features = self._choose_columns(Dataset(table))
                     self.schema = features.arrow_schema
                     self.task.on_prepared(features)
                 table = table.select(self.columns)
@@ -76,6 +78,18 @@ class StreamShards:
             f"train data: {self.source} has no row to train on: it is empty, or every row is too short or has "
             "only masked labels (-100)"
         )
+
+    def _choose_columns(self, rows):
+        """Set the columns that the task reads, as the files name them. Return the features of the prepared rows."""
+        names = self.task.cfg.columns
+        if self.columns is None:  # later, those that the task does not read are left out
+            check_columns(rows.column_names, names, "train", is_mixed=False)
+        with named_in_errors(names):
+            needed, features = self.task.inspect_columns(by_part(rows, names), "train")
+        there = columns_by_name(rows.column_names, names)
+        self.columns = list(dict.fromkeys(there[name] for name in needed if name in there))
+        self.late_columns |= {name for name in needed if name not in there}
+        return features
 
     def _first_features(self) -> dict:
         """Return the features of the first rows; {} if there are none."""
@@ -95,7 +109,7 @@ class StreamShards:
         """Return the columns that rows must not bring if the first ones lack them."""
         if self.columns is None:
             return []
-        return sorted({*self.task.optional_columns} - {*self.columns})
+        return sorted(self.late_columns - {*self.columns})
 
     def blocks(self, shard: int) -> Iterator[pa.Table]:
         """Yield the raw rows of a shard in tables of BLOCK rows."""
@@ -105,7 +119,8 @@ class StreamShards:
             if self.columns and self.source.builder == "parquet":  # the reader hides the columns that are not read
                 self._check_columns(_open_file(self.source, name).features or {}, name)
             rows = self._rows(shard)
-            refuse_mixed_types(rows.features or {}, self.columns or (), self.task.json_columns, self.source)
+            allowed = [self.task.cfg.columns.get(name, name) for name in self.task.json_columns]
+            refuse_mixed_types(rows.features or {}, self.columns or (), allowed, self.source)
             self._check_structs(rows.features or {}, name)
             for table in rows.with_format("arrow").iter(batch_size=BLOCK):
                 self._check_columns(table.column_names, name)
@@ -150,7 +165,9 @@ class StreamShards:
 
         name, first = self.names[shard], block * BLOCK
         ids, describe = range(len(table)), lambda row: f"{name}, {line_of(name, first + row)}: train data"
-        rows = keep_json_text(Dataset(table))  # decodes values as prepared data does: a table has images as bytes
+        rows = keep_json_text(
+            by_part(Dataset(table), self.task.cfg.columns)
+        )  # decodes values as prepared data does: a table has images as bytes
         rows = rows if self.task.decode_media else keep_encoded(rows)
         return encode_rows(self.task, read_rows(rows, ids, describe), ids, describe, self.schema)
 

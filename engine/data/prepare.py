@@ -39,6 +39,7 @@ from engine.storage.cache_folder import cache_root, run_once
 from engine.storage.code_hash import code_hash
 from engine.task_registry import Task
 from engine.text.labels import SeveralTypes
+from engine.text.row_columns import by_part, check_columns, named_in_errors, with_columns
 
 if TYPE_CHECKING:
     from engine.data.raw_rows import RawRows
@@ -88,6 +89,7 @@ def cache_key(task: Task, source: Source) -> str:
     settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
     settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
     rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
+    rows += (sorted(task.cfg.columns.items()),)
     code = code_hash([*encode_files(task), *(Path(__file__).with_name(name) for name in CODE)])
     hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
     return f"{hashes[0][:32]}-{hashes[1][:16]}"
@@ -140,7 +142,12 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
         encode, schema, size = make_encoder(task, raw)
     blocks = block_ranges(count, size)
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
-    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}, "counted": {}}
+    stats |= {
+        "row_description": with_columns(task.row_description, task.cfg.columns),
+        "chats": task.reads_chats,
+        "warnings": {},
+        "counted": {},
+    }
     _say(of_files | warnings, stats)
     digest = xxhash.xxh3_128(str(schema).encode())
     with ExitStack() as stack:
@@ -169,17 +176,26 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
 def make_encoder(task: Task, raw: "RawRows") -> tuple[Callable[[range], tuple], pa.Schema, int]:
     """Return (function that encodes a range of raw rows, schema of the prepared rows, bytes of all raw rows)."""
     source = raw.source
-    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
+    column_of = task.cfg.columns
+    check_columns(raw.rows.column_names, column_of, source.split, bool(task.cfg.mixture))
+    rows = by_part(raw.rows.with_format(None), column_of)
+
+    def refuse_mixed(names: list[str]) -> None:
+        allowed, columns = ([column_of.get(name, name) for name in each] for each in (task.json_columns, names))
+        refuse_mixed_types(raw.rows.features, columns, allowed, source)
+
     try:
-        columns, features = task.inspect_columns(raw.rows, source.split)
+        with named_in_errors(column_of):
+            columns, features = task.inspect_columns(rows, source.split)
     except SeveralTypes as error:
         refuse_mixed([error.column])
         raise
     except pa.ArrowException:  # such as labels of several types
-        refuse_mixed(raw.rows.column_names)
+        refuse_mixed(rows.column_names)
         raise
+    columns = [name for name in columns if name in rows.column_names]
     refuse_mixed(columns)
-    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
+    rows = keep_json_text(rows.select_columns(columns))
     encoded = keep_encoded(rows)
     size = max(raw.rows.data.nbytes, len(raw.rows) * MEDIA_FILE if encoded.features != rows.features else 0)
     read = replace(raw, rows=rows if task.decode_media else encoded)

@@ -13,6 +13,7 @@ import pyarrow as pa
 from engine.config.errors import Failure, UsageError, one_line
 from engine.data.column_types import parse_json
 from engine.task_registry import Task
+from engine.text.row_columns import named_in_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,7 +51,8 @@ def encode_rows(
 
     def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
         part = {name: column[start:stop] for name, column in rows.items()}
-        encoded = task.encode(part, locations[start:stop])
+        with named_in_errors(task.cfg.columns):
+            encoded = task.encode(part, locations[start:stop])
         return encoded, pa.record_batch([pa.array(encoded[field.name], field.type) for field in schema], schema=schema)
 
     try:

@@ -22,6 +22,7 @@ from engine.text.chat_turns import (
     Structs,
     read_chat,
     warn_of_unread_keys,
+    with_mappings,
 )
 from engine.text.template_variables import read_variables
 from engine.text.tokenize_and_pack import (
@@ -74,6 +75,7 @@ def encode_chat(
         # A tokenizer may have one more template for rows with tools.
         own = tokenizer.get_chat_template(tools=chat.tools)
         template = with_fixed_date(chat_format.template or own)
+        chat = with_mappings(chat, tokenizer, template, own)
         values = chat_format.variables | read_variables(variables, tokenizer, template, own)
         contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be

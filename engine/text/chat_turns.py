@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.config.errors import did_you_mean, warn_once
@@ -180,21 +180,74 @@ def _read_content(i: int, turn: dict) -> Any:
 # ---- tools and nulls -------------------------------------------------------------------------------------------------
 
 
-def _read_tools(tools: Any) -> Any:
-    """Return the tools of a row; a text is JSON, and an empty one None. Raise ValueError if they are no list of dicts."""
-    if isinstance(tools, str) and not tools.strip():
-        return None
+def from_json(value: Any, name: str) -> Any:
+    """Return the value of JSON text, None for an empty text, and any other value as it is.
+
+    For what has to be a mapping or a list. Raise ValueError, which begins with `name`, for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        if isinstance(tools, list):
-            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`tools` of the row is text, but not JSON: {error}") from error
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ValueError(f"{name} is text, but not JSON: {error}") from error
+
+
+def _read_tools(tools: Any) -> Any:
+    """Return the tools of a row; any of them may be JSON text. Raise ValueError if they are no list of dicts."""
+    name = "`tools` of the row"
+    tools = from_json(tools, name)
+    if isinstance(tools, list):
+        tools = [from_json(tool, name) for tool in tools]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(
-            "`tools` of the row is not a list of functions, each as a mapping with its name and parameters"
-        )
+        raise ValueError(f"{name} is not a list of functions, each as a mapping with its name and parameters")
     return tools
+
+
+def with_mappings(chat: Chat, tokenizer: Any, *templates: str) -> Chat:
+    """Return the chat with the arguments of calls as mappings instead of JSON text, if one of the templates wants that.
+
+    Others write JSON text as it is."""
+    texts = [isinstance(function.get("arguments"), str) for turn in chat.turns for function in functions_of(turn)]
+    if not any(texts) or not any(_wants_mappings(tokenizer, template) for template in templates):
+        return chat
+    return replace(chat, turns=[_with_mappings(i, turn) for i, turn in enumerate(chat.turns)])
+
+
+def functions_of(turn: dict) -> list[dict]:
+    """Return the functions, with name and arguments, that a turn calls."""
+    calls = list(turn.get("tool_calls") or ())
+    if turn.get("function_call"):
+        calls.append(turn["function_call"])
+    return [call.get("function", call) for call in calls if isinstance(call, dict)]
+
+
+def _with_mappings(i: int, value: Any) -> Any:
+    """Return a turn, or a part of it, with `arguments` as mappings."""
+    if isinstance(value, list):
+        return [_with_mappings(i, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    value = value | {key: _with_mappings(i, value[key]) for key in (*CALLS, "function") if key in value}
+    if isinstance(value.get("arguments"), str):
+        value["arguments"] = from_json(value["arguments"], f"`arguments` of turn {i}") or {}
+    return value
+
+
+@functools.lru_cache
+def _wants_mappings(tokenizer: Any, template: str) -> bool:
+    """Return whether a template writes arguments that are a mapping, but refuses JSON text, or quotes it again."""
+    text = '{"key": "Zq7x"}'
+
+    def render(arguments: Any) -> str:
+        call = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
+        except Exception:
+            return ""
+
+    as_text = render(text)
+    return (not as_text or json.dumps(text) in as_text) and "Zq7x" in render(json.loads(text))
 
 
 def _drop_filled_nulls(value: Any, structs: Structs, where: str) -> Any:

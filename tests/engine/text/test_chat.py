@@ -325,6 +325,25 @@ def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokeniz
     assert len(render(tokenizer, template, called(arguments))[1]) == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["c.function.arguments | tojson", "(c.function.arguments.items() | list)[0][1]", "c.function.arguments"],
+)
+def test_arguments_as_json_text_are_a_mapping_where_the_template_wants_one(tokenizer, arguments):
+    """Others would quote the text again, or refuse it; a template that writes text as it is gets the text."""
+    tokenizer.chat_template = (
+        LOOP + "<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ "
+        f"{arguments} }}}}{{% endfor %}}<|endoftext|>{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+    )
+    as_text = encode_chat(tokenizer, called('{"city":"Z"}'), "row 0", None)
+    if arguments == "c.function.arguments":
+        assert '{"city":"Z"}' in tokenizer.decode(as_text[0].ids)
+    else:
+        assert as_text[0].ids == encode_chat(tokenizer, called({"city": "Z"}), "row 0", None)[0].ids
+        with pytest.raises(UsageError, match=r"row 0: .*`arguments` of turn 1 is text, but not JSON"):
+            encode_chat(tokenizer, called("Z"), "row 0", None)
+
+
 def test_tokenizer_with_several_templates(tokenizer):
     """One more for rows with tools, as Command R and Hermes have."""
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -400,7 +419,6 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
         (CUT, CHAT, "does not write the content of turn 1"),
         (UPPER, CHAT[1:2], "does not write the content of turn 0"),
-        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
         (LATER, CHAT, "earlier turns.*--chat_template"),
