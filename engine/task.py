@@ -47,6 +47,8 @@ class Task:
     # Whether padding a micro-batch to its longest row costs about `length` of that row for each: cut at the least padding.
     # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
     cut_by_cost: bool = True
+    # Names by which `encode` gets columns, whatever the data calls them: the field `columns` may name each of them.
+    parts: tuple[str, ...] = ()
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
     # Set by `inspect_columns`:
     row_description: str = ""  # a sentence for the plan on how rows are read
@@ -80,7 +82,7 @@ class Task:
     def inspect_columns(self, examples: Any, split: str) -> tuple[list[str], "Features"]:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
-        Raise UsageError for columns of the wrong name. `examples` are the raw rows: `column_names` of the first ones,
+        The columns have the names of their `parts`. Raise UsageError for columns of the wrong name. `examples` are the raw rows: `column_names` of the first ones,
         `first(column)`, their first value that is not null, and of columns that have types (Parquet, Arrow) `features`;
         `examples[column]` yields all values, `unique(column)` returns each once (of a stream: of the first rows). A column
         may be missing in some rows, or in all. Called before `encode`, unless the prepared rows are in the cache."""

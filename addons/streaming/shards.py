@@ -23,7 +23,7 @@ from engine.data.examples import (
     read_errors,
     refuse_references,
 )
-from engine.data.prepare import encode_rows
+from engine.data.prepare import encode_rows, inspect_columns
 from engine.data.prepared_split import column_readers
 from engine.data.row_order import permute
 from engine.data.seeding import derive_seed
@@ -54,7 +54,7 @@ class StreamShards:
     def _inspect(self) -> None:
         """Find columns, schema and dummy row in the first rows. Raise UsageError if no row has a target."""
         if self.examples.column_names:
-            self.columns, features = self.task.inspect_columns(self.examples, "train")
+            self.columns, features = inspect_columns(self.task, self.examples)
             self.schema: pa.Schema = features.arrow_schema
             self.task.on_prepared(features)
             for shard in range(len(self)):
@@ -72,8 +72,7 @@ class StreamShards:
         """Yield the raw rows of a shard, BLOCK at a time."""
         file = self.examples.files[shard]
         self._refuse_changed(file.path)
-        parts = self.examples.parts_of(file, self.columns)
-        rows = (row for part in parts for row in self.examples.read(part, self.columns))
+        rows = self.examples.rows(self.columns, file)
         while block := list(islice(rows, BLOCK)):
             yield block
         self._refuse_changed(file.path)
@@ -120,14 +119,14 @@ class StreamedDataset(Examples):
         return next(iter(self.dataset.iter(batch_size=BLOCK)), pa.table({}))
 
     @cached_property
-    def features(self) -> dict[str, Any]:
+    def raw_features(self) -> dict[str, Any]:
         from datasets import Features
 
         return dict(self.dataset.features or Features.from_arrow_schema(self._first_table.schema))
 
-    @cached_property
-    def column_names(self) -> list[str]:
-        return list(self.features)
+    @property
+    def raw_names(self) -> list[str]:
+        return list(self.raw_features)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
         yield Part(self.files[0], 0, 0, self._first_table)
@@ -141,7 +140,7 @@ class StreamedDataset(Examples):
                 yield Part(file, 0, first, table)
                 first += len(table)
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
+    def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
         place = Place("train data", part.file.name, "row", 0)
         rows = rows_of_table(part.content, columns)
         return [make_row(place._replace(number=part.first + i), row) for i, row in enumerate(rows)]

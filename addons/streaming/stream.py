@@ -25,6 +25,7 @@ from engine.data.data_loader import Item, StepBatch, changed_plan, collate, open
 from engine.data.row_order import permute
 from engine.data.seeding import derive_seed
 from engine.task import Task
+from engine.text.row_columns import with_columns
 
 if TYPE_CHECKING:
     from engine.distributed.backends import Backend
@@ -79,12 +80,20 @@ class Stream:
                 "gives at least one row to every step: raise batch_size_warmup_start, or lower --stream_lanes"
             )
         # Names and sizes, not paths: files may be moved, and each node may have its own copy.
-        content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
+        content = (
+            source.versions(),
+            source.hub,
+            count,
+            self.shard_groups,
+            BLOCK,
+            task.fingerprint(),
+            sorted(cfg.columns.items()),
+        )
         self.stats = {
             "examples": None,
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),
             "sample": source.sample(),
-            "row_description": self.shards.task.row_description,
+            "row_description": with_columns(self.shards.task.row_description, cfg.columns),
         }
         self.epoch = 0
         # step -> (pass, positions of this rank's groups after it)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, Auto, GroupFields, Recomputation, Source, declared_options, option
+from engine.config.option import AS_GIVEN, Auto, Column, GroupFields, Recomputation, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
 SCHEDULES = (
@@ -121,6 +121,12 @@ class RunConfig:
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
         "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
         values=Source,
+        from_checkpoint=True,
+    )
+    columns: dict = changeable(
+        "names of columns: {PART: COLUMN, …}, such as {text: review, label: stars}; PART: what the task calls it",
+        {},
+        values=Column,
         from_checkpoint=True,
     )
     cache_dir: str | None = changeable(

@@ -6,7 +6,7 @@ Tests: tests/engine/data/test_bad_rows.py and tests/engine/data/test_column_type
 import dataclasses
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
@@ -21,6 +21,7 @@ from engine.data.sources import Source, named_files, warn_of_unread_media
 from engine.rows import read
 from engine.rows.read import File, Part, Place, Row
 from engine.storage.cache_folder import cache_root
+from engine.text.row_columns import check_columns, columns_by_name
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -39,20 +40,65 @@ class Examples:
     def __init__(self, source: Source, splits: Sequence[str] = ()):
         self.source = source
         self.splits = tuple(splits)  # names of all splits of a dataset given by name
+        self.named: dict[str, str] = {}  # name that a task sees -> column, as the run file says
+
+    # ---- what a class for a kind of source defines -------------------------------------------------------------------
+
+    @property
+    def raw_names(self) -> list[str]:
+        """The names of the columns of the first rows, as the data has them."""
+        raise NotImplementedError
+
+    @property
+    def raw_features(self) -> dict[str, Any]:
+        """The features of columns that have types, as the data names them."""
+        raise NotImplementedError
+
+    def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
+        """Yield the parts of the rows, in order, to read these columns of the data (None: all)."""
+        raise NotImplementedError
+
+    def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
+        """Return the rows of a part with these columns of the data, None where a row has none."""
+        raise NotImplementedError
+
+    def size(self) -> int | None:
+        """Return the bytes of all parts, if they are known."""
+        raise NotImplementedError
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def name_columns(self, columns: Mapping[str, str], is_mixed: bool) -> None:
+        """Let a task see columns by the names of their parts. Raise UsageError for one that the data lacks."""
+        check_columns(self.raw_names, columns, self.source.split, is_mixed)
+        self.named = {part: column for part, column in columns.items() if column in self.raw_names}
+
+    def column_of(self, name: str) -> str | None:
+        """Return the column that a task sees by this name; None if a part has taken it."""
+        if name in self.named:
+            return self.named[name]
+        return None if name in self.named.values() else name
+
+    def _columns_of(self, names: Sequence[str]) -> list[str]:
+        return [column for column in dict.fromkeys(map(self.column_of, names)) if column is not None]
 
     # ---- what a task asks --------------------------------------------------------------------------------------------
 
     @property
     def column_names(self) -> list[str]:
-        raise NotImplementedError
+        return list(columns_by_name(self.raw_names, self.named))
 
-    @property
+    @cached_property
     def features(self) -> dict[str, Any]:
-        raise NotImplementedError
+        names = columns_by_name(self.raw_names, self.named)
+        return {name: self.raw_features[column] for name, column in names.items() if column in self.raw_features}
 
     def first(self, column: str) -> Any:
         """Return the first value of a column, among the first rows, that is not null, or None."""
-        return next((row[column] for row in self._first_rows(column) if row.get(column) is not None), None)
+        name = self.column_of(column)
+        if name not in self.raw_names:
+            return None
+        return next((row[name] for row in self._first_rows(name) if row.get(name) is not None), None)
 
     def __getitem__(self, column: str) -> Iterator[Any]:
         """Yield the values of a column, None where a row has none; of a stream, those of the first rows."""
@@ -87,8 +133,10 @@ class Examples:
                 yield row.place, row.values.get(column)
 
     def _first_rows(self, column: str | None) -> list[dict]:
-        """Return the first rows, at least with this column."""
-        rows = list(islice(self.rows(column and [column]), FIRST_ROWS))
+        """Return the first rows, at least with this column of the data."""
+        columns = None if column is None else [column]
+        rows = (row for part in self.parts(columns) for row in self.read_part(part, columns))
+        rows = list(islice(rows, FIRST_ROWS))
         good = [row.values for row in rows if not row.error]
         if rows and not good:
             raise read.bad_rows_error(f"{rows[0].place}: {rows[0].error}", len(rows), len(rows))
@@ -96,27 +144,35 @@ class Examples:
 
     # ---- all rows ----------------------------------------------------------------------------------------------------
 
-    def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
-        """Yield the parts of the rows, in order, to read these columns (None: all)."""
+    def read(self, part: Part, names: Sequence[str]) -> list[Row]:
+        """Return the rows of a part, with these names that a task sees, None where a row has none.
+
+        Images and sound are as stored."""
+        columns = {name: self.column_of(name) for name in names}
+        rows = self.read_part(part, self._columns_of(names))
+        if not self.named:
+            return rows
+        return [
+            row
+            if row.error
+            else row._replace(values={name: row.values.get(column or "") for name, column in columns.items()})
+            for row in rows
+        ]
+
+    def rows(self, names: Sequence[str], file: File | None = None) -> Iterator[Row]:
+        """Yield all rows, or those of a file."""
+        columns = self._columns_of(names)
+        for part in self.parts(columns) if file is None else self.parts_of(file, columns):
+            yield from self.read(part, names)
+
+    def parts_of(self, file: File, columns: Sequence[str] | None = None) -> Iterator[Part]:
+        """Yield the parts of a file."""
         raise NotImplementedError
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
-        """Return the rows of a part with these columns, None where a row has none. Images and sound are as stored."""
-        raise NotImplementedError
-
-    def size(self) -> int | None:
-        """Return the bytes of all parts, if they are known."""
-        raise NotImplementedError
-
-    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
-        """Yield all rows."""
-        for part in self.parts(columns):
-            yield from self.read(part, columns)
-
-    def blocks(self, columns: Sequence[str]) -> Iterator[Block]:
+    def blocks(self, names: Sequence[str]) -> Iterator[Block]:
         """Yield the parts that are encoded together: many small ones make one block. They depend on the data alone."""
         block: list[Part] = []
-        for part in self.parts(columns):
+        for part in self.parts(self._columns_of(names)):
             if block and sum(each.size for each in block) + part.size > read.PART:
                 yield tuple(block)
                 block = []
@@ -175,7 +231,7 @@ class FileExamples(Examples):
             return read.schema_of_file(self.files[0], self.source.open_file)
 
     @cached_property
-    def column_names(self) -> list[str]:
+    def raw_names(self) -> list[str]:
         if self._schema is not None:
             return self._schema.names
         return list(dict.fromkeys(name for row in self._untyped_rows for name in row))
@@ -192,7 +248,7 @@ class FileExamples(Examples):
         return islice(values, FIRST_ROWS) if self.is_stream else values
 
     @cached_property
-    def features(self) -> dict[str, Any]:
+    def raw_features(self) -> dict[str, Any]:
         return _features_of_schema(self._schema)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
@@ -200,7 +256,7 @@ class FileExamples(Examples):
         if self.source.first_rows is None:
             yield from parts
             return
-        rows = islice((row for part in parts for row in self.read(part, columns)), self.source.first_rows)
+        rows = islice((row for part in parts for row in self.read_part(part, columns)), self.source.first_rows)
         yield Part(self.files[0], 0, 0, list(rows))
 
     def _all_parts(self, columns: Sequence[str] | None) -> Iterator[Part]:
@@ -220,7 +276,7 @@ class FileExamples(Examples):
 
     def _check_classes(self, file: File, columns: Sequence[str] | None) -> None:
         """Raise UsageError if a file has other classes in one of these columns than the first one."""
-        names = {name: getattr(self.features.get(name), "names", None) for name in columns or ()}
+        names = {name: getattr(self.raw_features.get(name), "names", None) for name in columns or ()}
         if file is self.files[0] or not any(names.values()):
             return
         features = _features_of_schema(read.schema_of_file(file, self.source.open_file))
@@ -231,7 +287,7 @@ class FileExamples(Examples):
                     f"{file.name}: `{name}` has the classes {others}, in the first file {classes}: write them alike"
                 )
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
+    def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
         if self.source.first_rows is not None and isinstance(part.content, list):
             return part.content
         return read.read_part(part, columns, self.data)
@@ -262,18 +318,17 @@ class DatasetExamples(Examples):
         super().__init__(source, splits)
         self.table = rows.with_format("arrow")
         self.file = File(name or str(source.name), "arrow", name or str(source.name))
-        self.names = rows.column_names
 
     @property
-    def column_names(self) -> list[str]:
-        return self.names
+    def raw_names(self) -> list[str]:
+        return self.table.column_names
 
-    @cached_property
-    def features(self) -> dict[str, Any]:
+    @property
+    def raw_features(self) -> dict[str, Any]:
         return dict(self.table.features)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
-        rows = self.table if columns is None else self.table.select_columns(list(columns))
+        rows = self.table if columns is None else self.table.select_columns(self._there(columns))
         has_media = any(type(feature).__name__ in MEDIA for feature in rows.features.values())
         count = len(rows)
         size = max(rows.data.nbytes, count * MEDIA_FILE if has_media else 0)
@@ -282,7 +337,7 @@ class DatasetExamples(Examples):
             stop = min(first + step, count)
             yield Part(self.file, size * (stop - first) // count, first, range(first, stop))
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
+    def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
         rows = self.table if columns is None else self.table.select_columns(self._there(columns))
         table = rows[part.content.start : part.content.stop]
         place = Place(f"{self.source.split} data", self.file.name, "row", 0)
@@ -291,7 +346,7 @@ class DatasetExamples(Examples):
 
     def _there(self, columns: Iterable[str]) -> list[str]:
         """Return those of these columns that are there; any one if none is, for the number of rows."""
-        return [name for name in columns if name in self.column_names] or self.column_names[:1]
+        return [name for name in columns if name in self.raw_names] or self.raw_names[:1]
 
     def size(self) -> int | None:
         return None

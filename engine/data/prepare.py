@@ -37,6 +37,7 @@ from engine.storage import atomic_folder, verify_hashes
 from engine.storage.cache_folder import cache_root, run_once
 from engine.storage.code_hash import code_hash
 from engine.task_registry import Task
+from engine.text.row_columns import named_in_errors, with_columns
 
 ENGINE = Path(__file__).parents[1]
 TEXT = ENGINE / "text"
@@ -80,6 +81,7 @@ def cache_key(task: Task, source: Source) -> str:
     settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
     settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
     rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
+    rows += (sorted(task.cfg.columns.items()),)
     code = code_hash([*encode_files(task), *(ENGINE / name for name in CODE)])
     hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
     return f"{hashes[0][:32]}-{hashes[1][:16]}"
@@ -128,10 +130,11 @@ def _write_rows(
     source = examples.source
     with kept_warnings() as warnings:
         _warn_of_dropped_characters(task, source)
-        columns, features = task.inspect_columns(examples, source.split)
+        columns, features = inspect_columns(task, examples)
     schema = features.arrow_schema
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": examples.splits, "blocks": []}
-    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}, "counted": {}}
+    stats |= {"row_description": with_columns(task.row_description, task.cfg.columns), "chats": task.reads_chats}
+    stats |= {"warnings": {}, "counted": {}}
     _say(of_files | warnings, stats)
     digest = xxhash.xxh3_128(str(schema).encode())
     count = 0
@@ -184,6 +187,14 @@ def _reason_for_no_targets(task: Task, stats: dict[str, Any]) -> str:
     return task.without_targets
 
 
+def inspect_columns(task: Task, examples: Examples) -> tuple[list[str], Any]:
+    """Return what the task's `inspect_columns` returns for rows whose columns have the names of its parts."""
+    columns = task.cfg.columns
+    examples.name_columns(columns, bool(task.cfg.mixture))
+    with named_in_errors(columns):
+        return task.inspect_columns(examples, examples.source.split)
+
+
 def encode_block(
     task: Task, examples: Examples, columns: list[str], schema: pa.Schema, block: Block
 ) -> tuple[pa.RecordBatch, dict, tuple, dict, int]:
@@ -214,7 +225,8 @@ def encode_rows(
 
     def encode(some: list[Row]) -> tuple[dict[str, list], pa.RecordBatch]:
         batch = {name: [row.values[name] for row in some] for name in columns}
-        encoded = task.encode(batch, [row.place for row in some])
+        with named_in_errors(task.cfg.columns):
+            encoded = task.encode(batch, [row.place for row in some])
         return encoded, pa.record_batch([pa.array(encoded[field.name], field.type) for field in schema], schema=schema)
 
     def error_of(row: Row) -> Exception | None:

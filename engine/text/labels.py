@@ -117,12 +117,15 @@ class Labels:
         set_labels(config, self.names or [])
 
 
-def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
-    """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
+def require_columns(examples: Any, columns: list[str], split: str) -> list[str]:
+    """Return `columns`. Raise UsageError if one of them is missing."""
     for column in columns:
         if column not in examples.column_names:
             columns_of_split = ", ".join(examples.column_names)
-            raise UsageError(f"{split} data: there is no column `{column}` among {columns_of_split}: set {flags}")
+            raise UsageError(
+                f"{split} data: there is no column `{column}` among {columns_of_split}: if it has another name, give "
+                f"--columns '{{{column}: NAME}}'"
+            )
     return columns
 
 

@@ -16,7 +16,7 @@ from engine.config.addons import used_addons
 from engine.config.errors import Failure
 from engine.data.dataset import load_task, resolve_sources
 from engine.data.examples import load_examples
-from engine.data.prepare import encode_files, encode_rows
+from engine.data.prepare import encode_files, encode_rows, inspect_columns
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
 from engine.task_registry import OPTIONS, Task, make_task
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
                 examples = None if source.computed or (streams and split == "train") else load_examples(source, cfg)
                 if examples is None:
                     continue
-                columns, features = task.inspect_columns(examples, source.split)
+                columns, features = inspect_columns(task, examples)
                 rows = examples.decode([*islice(examples.rows(columns), ROWS)], columns, task.decode_media)
                 _, batch = encode_rows(task, rows, columns, features.arrow_schema)
                 for column in batch.schema.names:

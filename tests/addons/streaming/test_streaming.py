@@ -237,6 +237,20 @@ def test_changed_local_shard_is_refused(tmp_path):
             list(again)
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize("new", ["attention_mask", "labels"])
+def test_column_that_only_a_later_shard_has_is_looked_at(tmp_path, monkeypatch, kind, new):
+    """Masked tokens would be trained on."""
+    monkeypatch.setattr("engine.data.examples.FIRST_ROWS", 5)
+    files = [tmp_path / f"{i}.{kind}" for i in range(2)]
+    for file, more in zip(files, ({}, {new: [[1, 1, 0]] * 9}), strict=True):
+        getattr(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9} | more), f"to_{kind}")(file)
+    shards = opened(tmp_path, files).shards
+    [rows] = shards.blocks(1)
+    with pytest.raises(UsageError, match=rf"1\.{kind}, (line 1|row 0): .*`{new}` is .*8 more of the 9 rows"):
+        shards.prepare(rows, 1, 0, 0)
+
+
 def test_classes_of_a_later_shard_in_another_order_are_refused(tmp_path):
     kit.need_task("text_classification")
     files = [tmp_path / f"{i}.parquet" for i in range(2)]

@@ -84,7 +84,7 @@ def test_class_labels_keep_the_order_of_their_names(folder):
     )
     rows = datasets.Dataset.from_dict({"tokens": [["the", "EU"], ["met"]], "ner_tags": [[0, 1], [0]]}, features)
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(folder / "disk")
-    task, splits = open_data(folder, dataset_name=folder / "disk", tags_column="ner_tags")
+    task, splits = open_data(folder, dataset_name=folder / "disk", columns={"tags": "ner_tags"})
     assert task.labels == names
     assert [row["labels"].tolist() for row in splits["train"].rows(np.arange(2))] == [
         [-100, 0, 1, -100],
@@ -113,8 +113,8 @@ def test_columns_without_lists_are_named(folder):
     file = kit.write_jsonl(folder / "text.jsonl", [{"tokens": "the EU", "tags": ["O", "B-ORG"]}])
     with pytest.raises(UsageError, match="`tokens` holds string: give a list for each row"):
         open_data(folder, train_file=file)
-    with pytest.raises(UsageError, match=r"there is no column `ner`.*--tags_column"):
-        open_data(folder, tags_column="ner")
+    with pytest.raises(UsageError, match=r"`ner`, which columns names for tags, is not among"):
+        open_data(folder, columns={"tags": "ner"})
 
 
 def test_word_without_a_token_is_warned_of_once(folder, capsys):

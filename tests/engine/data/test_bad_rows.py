@@ -90,7 +90,8 @@ def write(folder: Path, files: dict) -> list[Path]:
 def raw_rows(folder: Path, split: str = "train", **fields) -> list:
     """Return the raw rows of a split of files or a folder, with their places."""
     cfg = run_config(cache_dir=str(folder / "cache"), **fields)
-    return list(load_examples(find_sources(cfg, split)[""], cfg).rows())
+    examples = load_examples(find_sources(cfg, split)[""], cfg)
+    return list(examples.rows(examples.column_names))
 
 
 def both_modes(folder: Path, files: dict) -> list[dict]:

@@ -58,7 +58,7 @@ def raw_rows(folder, file="train.jsonl"):
 
 def test_pairs_equal_those_of_tokenizer_and_model(folder):
     """The model must know which tokens are of the second text."""
-    task, splits = open_data(folder, text_pair_column="other")
+    task, splits = open_data(folder, columns={"text_pair": "other"})
     rows = raw_rows(folder)
     pair = [row["text"] for row in rows], [row["other"] for row in rows]
     expected = task.tokenizer(*pair, padding=True, return_tensors="pt")
