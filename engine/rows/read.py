@@ -229,7 +229,7 @@ def _text_rows(text: str) -> Iterator[tuple[int, dict]]:
 WHITESPACE = re.compile(r"[ \t\n\r]*")  # between JSON values
 OBJECT = re.compile(r"^\{", re.M)
 # An escape of half of a surrogate pair, or two that stand in a text
-HALF_SURROGATE = re.compile(r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
+HALF_SURROGATE = re.compile(r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
