@@ -86,11 +86,6 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
     urls = [file for file in source.files if "://" in file]
     if not urls:
         return stream
-    if source.builder == "text":  # datasets opens it with an argument that fsspec refuses
-        raise UsageError(
-            f"{source.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
-            "remove --streaming"
-        )
 
     def look_up_all() -> dict:
         with ThreadPoolExecutor(AT_ONCE) as pool:

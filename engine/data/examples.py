@@ -1,6 +1,6 @@
 """Raw rows of a source: those of files by engine/rows/read.py; folders of media and saved datasets by `datasets`.
 
-Tests: tests/engine/data/test_bad_rows.py and tests/engine/data/test_column_types.py.
+Tests: tests/engine/data/test_bad_rows.py and tests/engine/rows/test_read.py.
 """
 
 import dataclasses
@@ -116,7 +116,10 @@ class Examples:
             for each in value or () if in_lists else (value,):
                 kind = _kind(each)
                 if kind in ("a list", "a mapping"):
-                    raise UsageError(f"{place}: `{column}` holds {kind}: give one name, integer or number for each row")
+                    raise UsageError(
+                        f"{place}: `{column}` holds {kind}, and several labels for one row are not supported: give one name, "
+                        "integer or number for each row"
+                    )
                 if each is not None and kind not in kinds:
                     kinds[kind] = place
                 if len(kinds) > 1:

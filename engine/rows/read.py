@@ -431,7 +431,8 @@ def _parquet_batches(file: File, binary: Any, columns: Iterable[str] | None) -> 
         chunks = map(group.column, range(group.num_columns))
         size += sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in names)
     rows = max(1, min(PART_ROWS, PART * meta.num_rows // max(1, size)))
-    return table.iter_batches(rows, columns=names)
+    for group in range(meta.num_row_groups):  # of all at once, pyarrow would read the bytes ahead
+        yield from table.iter_batches(rows, [group], names)
 
 
 def _arrow_batches(file: File, binary: Any, columns: Iterable[str] | None) -> Iterator[pa.RecordBatch]:

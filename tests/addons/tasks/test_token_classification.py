@@ -99,8 +99,8 @@ def test_class_labels_keep_the_order_of_their_names(folder):
         ({"tokens": ["the", "EU"], "tags": ["O"]}, r"line 2: validation data: 2 tokens with 1 tags"),
         ({"tokens": ["the"], "tags": ["B-PER"]}, r"line 2: .*'B-PER'.*4 known labels"),
         ({"tokens": ["the"], "tags": None}, r"line 2: validation data: `tags` holds nothing"),
-        ({"tokens": ["the", 5], "tags": ["O", "O"]}, r"line 2: `tokens` holds a list \(a number and text\)"),
-        ({"tokens": ["the"], "tags": ["O", 1]}, r"line 2: `tags` holds a list \(a number and text\)"),
+        ({"tokens": ["the", 5], "tags": ["O", "O"]}, r"line 2: .*`tokens` holds int, not text"),
+        ({"tokens": ["the"], "tags": "O"}, r"line 2: .*`tags` holds str: give a list"),
     ],
 )
 def test_unusable_rows_are_refused(folder, row, message):
@@ -111,7 +111,7 @@ def test_unusable_rows_are_refused(folder, row, message):
 
 def test_columns_without_lists_are_named(folder):
     file = kit.write_jsonl(folder / "text.jsonl", [{"tokens": "the EU", "tags": ["O", "B-ORG"]}])
-    with pytest.raises(UsageError, match="`tokens` holds string: give a list for each row"):
+    with pytest.raises(UsageError, match="line 1: .*`tokens` holds str: give a list for each row"):
         open_data(folder, train_file=file)
     with pytest.raises(UsageError, match=r"`ner`, which columns names for tags, is not among"):
         open_data(folder, columns={"tags": "ner"})
