@@ -28,6 +28,7 @@ from engine.text.row_formats import (
     Format,
     Ids,
     Texts,
+    as_bool,
     choose_format,
 )
 from engine.text.tokenize_and_pack import (
@@ -137,7 +138,7 @@ class Encoder:
         """Return a row, {part: value}, as its format reads it. Raise UsageError for one that would not be used as it says."""
         try:
             for part in RATINGS:
-                if row.get(part) is False:
+                if as_bool(row.get(part)) is False:
                     raise ValueError(f"`{part}` is false: {BAD_ANSWER}")
             for part in MEDIA_KEYS:
                 if row.get(part):

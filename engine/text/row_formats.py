@@ -137,6 +137,11 @@ def _text(row: dict, part: str, is_optional: bool = False) -> str:
     return value
 
 
+def as_bool(value: Any) -> Any:
+    """Return what may be a bool as one, also where it is text, as in CSV; any other value as it is."""
+    return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
 def _history(row: dict) -> Iterator[tuple[str, str]]:
     """Yield the questions and answers before an instruction. Raise ValueError if they are no list of such pairs."""
     history = from_json(row.get("history"), "`history`") or []
@@ -236,7 +241,7 @@ def choose_format(
     if "system" in named and chosen.is_chat and "system" not in chosen.optional:
         chosen = chosen._replace(optional=(*chosen.optional, "system"))
     used = [part for part in chosen.parts if part in columns]
-    used = [part for part in used if part not in RATINGS or isinstance(first(part), bool)]
+    used = [part for part in used if part not in RATINGS or isinstance(as_bool(first(part)), bool)]
     others = [each.required[0] for each in fitting if each.required != chosen.required]
     hint = f" (to read others, give --columns '{{{others[0]}: {others[0]}}}')" if others else ""
     warn_of_ignored(columns, used, split, {*named, *(part for each in fitting for part in each.parts)}, hint)

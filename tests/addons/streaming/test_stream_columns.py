@@ -143,12 +143,15 @@ def test_structs_of_a_later_shard_are_refused(tmp_path):
     assert len(seen(tmp_path, ("messages",), train_file=list(map(str, files[::-1])))["messages"]) == 3
 
 
-def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tmp_path):
-    """A column of the format that a later shard brings is refused."""
+@pytest.mark.parametrize("columns", [{}, {"conversations": "chat", "system": "before"}])
+def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tmp_path, columns):
+    """Also where the run file names them. A column of the format that a later shard brings is refused."""
     tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["def return self"], chat_template=kit.CHATML)
     turns = [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]
-    rows = [{"conversations": turns, "system": "self"}, {"conversations": turns, "system": None}]
-    fields = {"tokenizer_name": tokenizer, "model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)}
+    names = [columns.get(name, name) for name in ("conversations", "system")]
+    rows = [dict(zip(names, (turns, system), strict=True)) for system in ("self", None)]
+    fields = {"columns": columns} if columns else {}
+    fields |= {"tokenizer_name": tokenizer, "model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)}
     fields |= {"cache_dir": tmp_path / "cache", "per_device_batch_size": 1}
     [file] = jsonl(tmp_path, rows)
     _, prepared = kit.open_data(train_file=str(file), **fields)
@@ -158,7 +161,11 @@ def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tm
     streamed = [row["labels"].tolist() for _, row, _ in shards.prepare(table, 0, 0, 0)]
     assert sorted(streamed) == sorted(row["labels"].tolist() for row in kit.all_rows(prepared["train"]))
     assert streamed[0] != streamed[1]
-    assert splits["train"].stats["row_description"] == "`conversations` as chats: loss on the assistant's turns"
+    plan = splits["train"].stats["row_description"]
+    assert plan.startswith("`conversations` as chats: loss on the assistant's turns")
+    assert ("(`conversations` is the column `chat`)" in plan) == bool(columns)
+    if columns:  # refused, if the first rows lack them
+        return
     files = jsonl(tmp_path, [{"conversations": turns}], rows)
     _, splits = kit.open_data(train_file=list(map(str, files)), **fields, **STREAM)
     with pytest.raises(UsageError, match=f"{files[1].name}.*system"):
