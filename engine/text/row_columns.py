@@ -59,16 +59,13 @@ def check_columns(there: list[str], columns: Mapping[str, str], split: str, is_m
 
 def by_part(rows: "Dataset", columns: Mapping[str, str]) -> "Dataset":
     """Return `rows` with the columns that a task sees; one that two parts name is there twice."""
-    names = columns_by_name(rows.column_names, columns)
-    if [*names.items()] == [(name, name) for name in rows.column_names]:
+    if not columns:
         return rows
     from datasets import concatenate_datasets
 
-    first = {column: name for name, column in reversed(names.items())}
-    again = {name: column for name, column in names.items() if first[column] != name}
-    kept = rows.select_columns([*first]).rename_columns(first)
-    copies = [rows.select_columns([column]).rename_columns({column: name}) for name, column in again.items()]
-    return concatenate_datasets([kept, *copies], axis=1) if copies else kept
+    names = columns_by_name(rows.column_names, columns)
+    parts = [rows.select_columns([column]).rename_columns({column: name}) for name, column in names.items()]
+    return concatenate_datasets(parts, axis=1)
 
 
 def with_columns(text: str, columns: Mapping[str, str]) -> str:
@@ -99,8 +96,8 @@ def first_value(examples: Any, column: str) -> Any:
     feature = examples.features[column]
     if not len(examples):  # of a stream, before its first rows are read
         return "" if type(feature).__name__ == "Value" else []
-    kept = examples.select(range(min(len(examples), FIRST_ROWS))).select_columns([column])
-    value = next((row[column] for row in islice(kept, FIRST_ROWS) if row[column] is not None), None)
+    rows = islice(examples.select_columns([column]), FIRST_ROWS)
+    value = next((row[column] for row in rows if row[column] is not None), None)
     return [] if value is not None and type(feature).__name__ == "Json" else value
 
 
