@@ -26,7 +26,7 @@ from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
 from engine.text.foreign_turns import split_prompt
-from engine.text.row_formats import TEXT_PAIRS
+from engine.text.row_formats import TEXT_PAIRS, as_bool
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
@@ -93,16 +93,16 @@ class Task(ReferenceTask):
 
         The mismatched completion of a row is that of the row before it in the block, of the first row the last one. A
         block of one row has none."""
-        ratings = [str(label).lower() for label in batch["label"]]  # text in a CSV file
-        for rating, label, location in zip(ratings, batch["label"], locations, strict=True):
-            if rating not in ("true", "false"):
+        labels = [as_bool(label) for label in batch["label"]]
+        for label, location in zip(labels, locations, strict=True):
+            if not isinstance(label, bool):
                 held = "null" if label is None else repr(label)
                 raise UsageError(f"{location}: `label` is {held}: give true for a good completion, false for a bad one")
         raw = {name: batch[name] for name in self.raw_columns}
         made = self.encoder.encode_batch(raw, locations)
         rows = {name: made[name] for name in ("input_ids", "labels", "length", "cut")}
         rows["targets"] = [int(count > 0) for count in made["targets"]]
-        rows["label"] = [int(rating == "true") for rating in ratings]
+        rows["label"] = [int(label) for label in labels]
         if self.has_baseline:
             prompts, answers = self._prompts_and_answers(raw)
             before = [*answers[-1:], *answers[:-1]]

@@ -222,12 +222,10 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
     options = OPTIONS[task]()
     taken = {}
-    earlier = {name.removesuffix("_column"): value for name, value in config.items() if name.endswith("_column")}
     for cls in (config_type(config), options):
         defaults = dataclasses.asdict(cls())
         for name, rules in declared_options(cls).items():
             value = config.get(name)
-            earlier.pop(name.removesuffix("_column"), None)
             if name in given or value is None or value == defaults[name]:
                 continue
             if is_from_checkpoint(cls, name):
@@ -239,11 +237,6 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
                 needs_flag = name in ONLY_BY_FLAG or (cls is options and rules.from_checkpoint is None)
             if needs_flag:
                 warn(f"{name} is not taken from a checkpoint; to use it, give --{name} {_as_flag(value)}")
-    columns = ", ".join(f"{part}: {column}" for part, column in earlier.items() if column not in (None, part))
-    if columns and "columns" not in given:
-        warn(
-            f"columns are not taken from a checkpoint of an earlier version; to use them, give --columns '{{{columns}}}'"
-        )
     return taken
 
 

@@ -6,7 +6,6 @@ tests/engine/config/test_bad_input.py.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from engine.text.row_formats import (
     Format,
     Ids,
     Texts,
+    as_bool,
     choose_format,
 )
 from engine.text.tokenize_and_pack import (
@@ -92,15 +92,9 @@ class Encoder:
                 f"{split} data: the tokenizer has no eos_token, so no text ends with one: set eos_token in its "
                 "tokenizer_config.json, or give --append_eos false"
             )
-        all_are_targets = format is TEXT or (format is IDS and not has_labels)
-        self.encoded_columns = [
-            "input_ids",
-            *([] if all_are_targets else ["labels"]),
-            "length",
-            "targets",
-            "bytes",
-            "cut",
-        ]
+        self.encoded_columns = ["input_ids", "labels", "length", "targets", "bytes", "cut"]
+        if format is TEXT or (format is IDS and not has_labels):
+            self.encoded_columns.remove("labels")  # all tokens are targets
         return self.encoded_columns
 
     def require_one_sequence(self) -> None:
@@ -132,7 +126,7 @@ class Encoder:
         """Return a row, {part: value}, as its format reads it. Raise UsageError for one that would not be used as it says."""
         try:
             for part in RATINGS:
-                if str(row.get(part)).lower() == "false":  # also text, as in a CSV file
+                if as_bool(row.get(part)) is False:
                     raise ValueError(f"`{part}` is false: {BAD_ANSWER}")
             for part in MEDIA_KEYS:
                 if row.get(part):
@@ -238,36 +232,14 @@ class Encoder:
                 raise UsageError(f"{error}{row.note}") from error
 
     def _encode_ids(self, rows: list[Ids], locations) -> Iterator[list[Document]]:
-        has_labels = "labels" in self.encoded_columns
         for location, (ids, labels) in zip(locations, rows, strict=True):
-            if labels is None:
-                labels = ids
-            elif not has_labels:
+            if labels is not ids and "labels" not in self.encoded_columns:
                 raise UsageError(
                     f"{location}: `labels` is here, but not in the first rows: give it in all rows, or in none"
                 )
-            _require_integers(ids, "input_ids", location)
-            _require_integers(labels, "labels", location)
-            if len(labels) != len(ids):
-                raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
-            self._check_range(ids, "input_ids", location)
-            self._check_range([label for label in labels if label != IGNORED], "labels", location)
+            for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
+                if values and not 0 <= min(values) <= max(values) < self.vocab_size:
+                    raise UsageError(
+                        f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
+                    )
             yield [Document(ids, labels, np.zeros(len(ids), np.int64))]
-
-    def _check_range(self, ids: list[int], name: str, location) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise UsageError(
-                f"{location}: `{name}` holds {min(ids)} to {max(ids)}: ids must be 0 to {self.vocab_size - 1}"
-            )
-
-
-def _require_integers(values: Any, name: str, location) -> None:
-    """Raise UsageError unless `values` is a list of integers, which may be stored as fractions or decimals."""
-    if values is None or (isinstance(values, list) and None in values):
-        raise UsageError(f"{location}: `input_ids` or `labels` is or holds null")
-    types = set(map(type, values)) if isinstance(values, list) else {type(values)}
-    if not isinstance(values, list) or not types <= {int, float, Decimal}:
-        first_type = min(each.__name__ for each in types)
-        raise UsageError(f"{location}: `{name}` holds {first_type}: give a list of integers for each row")
-    if not types <= {int} and any(value % 1 for value in values):
-        raise UsageError(f"{location}: `{name}` holds a number that is not whole")

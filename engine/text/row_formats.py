@@ -4,6 +4,7 @@ Add a format here: its function, and a line in FORMATS. Tests: tests/engine/text
 """
 
 from collections.abc import Callable, Collection, Iterator
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from engine.config.errors import UsageError, errors_of, warn_once
@@ -39,8 +40,8 @@ class ChatRow(NamedTuple):
 class Ids(NamedTuple):
     """A row of token ids."""
 
-    ids: Any
-    labels: Any
+    ids: list
+    labels: list
 
 
 class Format(NamedTuple):
@@ -63,7 +64,19 @@ class Format(NamedTuple):
 def read_ids(row: dict) -> Ids:
     """Return a row of `input_ids`; without `labels` all of them are targets. Raise ValueError for padding."""
     ids, labels, mask = (from_json(row.get(name), f"`{name}`") for name in ("input_ids", "labels", "attention_mask"))
-    if isinstance(ids, list) and mask is not None and mask != [1] * len(ids):
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if values is None or (isinstance(values, list) and None in values):
+            raise ValueError("`input_ids` or `labels` is or holds null")
+        types = {*map(type, values)} if isinstance(values, list) else {type(values)}
+        if not isinstance(values, list) or not types <= {int, float, Decimal}:  # stored as fractions or decimals
+            first_type = min(each.__name__ for each in types)
+            raise ValueError(f"`{name}` holds {first_type}: give a list of integers for each row")
+        if not types <= {int} and any(value % 1 for value in values):
+            raise ValueError(f"`{name}` holds a number that is not whole")
+    if len(labels) != len(ids):
+        raise ValueError(f"`labels` has {len(labels)} values for {len(ids)} input_ids")
+    if mask is not None and mask != [1] * len(ids):
         raise ValueError("`attention_mask` is not 1 for each of the input_ids: remove the padding")
     return Ids(ids, labels)
 
@@ -135,6 +148,11 @@ def _text(row: dict, part: str, is_optional: bool = False) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{part}` holds {'nothing' if value is None else type(value).__name__}, not text")
     return value
+
+
+def as_bool(value: Any) -> Any:
+    """Return what may be a bool as one, also where it is text, as in CSV; any other value as it is."""
+    return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
 def _history(row: dict) -> Iterator[tuple[str, str]]:
@@ -236,7 +254,7 @@ def choose_format(
     if "system" in named and chosen.is_chat and "system" not in chosen.optional:
         chosen = chosen._replace(optional=(*chosen.optional, "system"))
     used = [part for part in chosen.parts if part in columns]
-    used = [part for part in used if part not in RATINGS or isinstance(first(part), bool)]
+    used = [part for part in used if part not in RATINGS or isinstance(as_bool(first(part)), bool)]
     others = [each.required[0] for each in fitting if each.required != chosen.required]
     hint = f" (to read others, give --columns '{{{others[0]}: {others[0]}}}')" if others else ""
     warn_of_ignored(columns, used, split, {*named, *(part for each in fitting for part in each.parts)}, hint)

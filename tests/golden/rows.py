@@ -118,6 +118,7 @@ def split_record(folder: Path) -> dict:
     import pyarrow as pa
 
     stats = json.loads((folder / STATS).read_text())
+    stats["warnings"] = list(stats.get("warnings", {}).values())
     if not stats["examples"]:
         return rows_record([]) | {"stats": stats}
     with pa.memory_map(str(folder / ROWS)) as source:
@@ -286,16 +287,36 @@ def compared(before: dict, after: dict) -> list[str]:
     return found or ["columns or statistics that are new"]
 
 
+def read_golden() -> dict[str, list[dict]]:
+    """Return the stored records of each test; equal ones stand in the file once."""
+    if not GOLDEN.exists():
+        return {}
+    stored = json.loads(GOLDEN.read_text())
+    return {key: [stored["records"][each] for each in ids.split()] for key, ids in stored["tests"].items()}
+
+
+def write_golden(golden: dict[str, list[dict]]) -> None:
+    records, tests = {}, {}
+    for key, of_test in golden.items():
+        ids = [digest(json.dumps(record, sort_keys=True)) for record in of_test]
+        records |= dict(zip(ids, of_test, strict=True))
+        tests[key] = " ".join(ids)
+    parts = []
+    for name, values in (("records", records), ("tests", tests)):
+        lines = [f"{json.dumps(key)}:{json.dumps(values[key], separators=(',', ':'))}" for key in sorted(values)]
+        parts.append(f'"{name}":{{\n' + ",\n".join(lines) + "\n}")
+    GOLDEN.write_text("{" + ",\n".join(parts) + "}\n")
+
+
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in ("record", "compare"):
         sys.exit(__doc__)
     records = run_tests(sys.argv[2:])
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    golden = read_golden()
     if sys.argv[1] == "record":
-        golden = {key: found for key, found in golden.items() if key not in records}
+        golden = {key: of_test for key, of_test in golden.items() if key not in records}
         golden |= {key: [without_values(record) for record in found] for key, found in records.items() if found}
-        lines = [f"{json.dumps(key)}: {json.dumps(golden[key])}" for key in sorted(golden)]
-        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        write_golden(golden)
         print(f"{GOLDEN.name}: {len(golden)} tests, {sum(map(len, golden.values()))} records")
         return
     number = 0
@@ -305,7 +326,7 @@ def main() -> None:
             print(f"{key}\n    {text}")
     known = sum(len(golden.get(key, [])) for key in records)
     missing = sum(key not in records for key in golden)
-    print(f"{len(records)} tests, {known} records: {number} differ ({missing} stored tests did not run)")
+    print(f"{len(records)} tests, {known} records: {number} differences ({missing} stored tests did not run)")
     sys.exit(number > 0)
 
 

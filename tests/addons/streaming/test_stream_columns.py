@@ -104,11 +104,15 @@ def test_evaluation_rows_of_another_format_change_nothing(tmp_path):
     assert len(shards.prepare(raw, 0, 0, 0)) == 2
 
 
-def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tmp_path):
+@pytest.mark.parametrize("columns", [{}, {"conversations": "chat", "system": "before"}])
+def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tmp_path, columns):
+    """Also where the run file names them."""
     tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", ["def return self"], chat_template=kit.CHATML)
     turns = [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]
-    rows = [{"conversations": turns, "system": "self"}, {"conversations": turns, "system": None}]
-    fields = {"tokenizer_name": tokenizer, "model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)}
+    names = [columns.get(name, name) for name in ("conversations", "system")]
+    rows = [dict(zip(names, (turns, system), strict=True)) for system in ("self", None)]
+    fields = {"columns": columns} if columns else {}
+    fields |= {"tokenizer_name": tokenizer, "model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)}
     fields |= {"cache_dir": tmp_path / "cache", "per_device_batch_size": 1}
     [file] = jsonl(tmp_path, rows)
     _, prepared = kit.open_data(train_file=str(file), **fields)
@@ -118,4 +122,6 @@ def test_conversations_and_their_system_column_are_read_as_from_prepared_data(tm
     streamed = [row["labels"].tolist() for _, row, _ in shards.prepare(raw, 0, 0, 0)]
     assert sorted(streamed) == sorted(row["labels"].tolist() for row in kit.all_rows(prepared["train"]))
     assert streamed[0] != streamed[1]
-    assert splits["train"].stats["row_description"] == "`conversations` as chats: loss on the assistant's turns"
+    plan = splits["train"].stats["row_description"]
+    assert plan.startswith("`conversations` as chats: loss on the assistant's turns")
+    assert ("(`conversations` is the column `chat`)" in plan) == bool(columns)

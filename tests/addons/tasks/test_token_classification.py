@@ -111,7 +111,7 @@ def test_unusable_rows_are_refused(folder, row, message):
 
 def test_columns_without_lists_are_named(folder):
     file = kit.write_jsonl(folder / "text.jsonl", [{"tokens": "the EU", "tags": ["O", "B-ORG"]}])
-    with pytest.raises(UsageError, match="line 1: .*`tokens` holds str: give a list for each row"):
+    with pytest.raises(UsageError, match=r"line 1: .*`tokens` holds str: give a list for each row"):
         open_data(folder, train_file=file)
     with pytest.raises(UsageError, match=r"`ner`, which columns names for tags, is not among"):
         open_data(folder, columns={"tags": "ner"})

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from engine.checkpointing import locate_weights, run_identity
+from engine.checkpointing import run_identity
 from engine.config import parsing
 from engine.config.errors import UsageError
 from engine.data.examples import DatasetExamples
@@ -87,7 +87,7 @@ def test_other_parts_and_columns_are_refused(folder, columns, words):
         opened(folder, columns=columns)
 
 
-def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path, capsys):
+def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path):
     (tmp_path / "run.yaml").write_text("task: text_classification\nlabel_column: stars\n")
     with pytest.raises(UsageError) as error:
         parsing.parse(["--config", str(tmp_path / "run.yaml"), "--text_column", "review"], OPTIONS)
@@ -97,9 +97,6 @@ def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path, capsys)
     assert cfg.columns == {"text": "review", "label": "5"}
     schemas = (type(cfg), type(options))
     assert "text_column" not in run_identity._fields({"text_column": "review"}, schemas)  # data.rows is compared
-    config = {"text_column": "review", "prompt_column": None, "label_column": "label", "curriculum_column": "length"}
-    assert locate_weights._values_to_take(config, set()) == {}
-    assert "give --columns '{text: review}'" in capsys.readouterr().err
 
 
 def test_json_text_stands_for_lists_and_mappings(tmp_path):

@@ -355,6 +355,7 @@ ALPACA = {"instruction": "def", "output": "if"}
         ({"conversations": "def"}, "`conversations`: it is text, but not JSON"),
         ({"conversations": [HUMAN, GPT], "label": False}, "`label` is false"),
         ({"conversations": [HUMAN, GPT], "kto_tag": False}, "`kto_tag` is false"),
+        ({"conversations": [HUMAN, GPT], "label": "False"}, "`label` is false"),  # of a CSV
         ({"conversations": [{"from": "system", "value": "be"}, GPT], "system": "do"}, "both system texts, and differ"),
         ({"conversations": [GPT | {"weight": 2}], "system": "do"}, r"turn 1 has `weight` 2.*\(turn 0 is `system`\)"),
         ({"conversations": [HUMAN, GPT], "tools": "f(x)"}, "`tools` of the row is text, but not JSON"),

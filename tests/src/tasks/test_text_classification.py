@@ -119,7 +119,7 @@ def test_values_that_are_no_labels_are_refused(values):
 @pytest.mark.parametrize("label", [[0, 2], ["red", "blue"], {"color": "red"}])
 def test_several_labels_for_one_row_are_refused(folder, label, regression):
     file = kit.write_jsonl(folder / "several.jsonl", [{"text": "a sky", "label": label}] * 4)
-    with pytest.raises(UsageError, match="several.jsonl, line 1: train data: `label` holds") as error:
+    with pytest.raises(UsageError, match=r"several.jsonl, line 1: train data: `label` holds") as error:
         open_data(folder, train_file=file, validation_file=file, regression=regression)
     assert "\n" not in str(error.value)
 
