@@ -306,7 +306,7 @@ def labels_of(tmp_path, *files, suffix="jsonl") -> list[str]:
 @pytest.mark.parametrize("other", ["0", True, [1]])
 def test_labels_of_several_types_are_named_with_both_lines(tmp_path, other):
     two = r"1.jsonl, line 2: train data: `label` holds a .*, and a number in \S+0.jsonl, line 1: "
-    message = r"1.jsonl, line 2: train data: `label` holds a list: give one name" if other == [1] else two
+    message = r"1.jsonl, line 2: train data: `label` holds a list, and several labels" if other == [1] else two
     with pytest.raises(UsageError, match=message):
         labels_of(tmp_path, [1, 0], [1, other])
 
