@@ -5,7 +5,7 @@ Tests: tests/conformance/; run them on your own task.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from engine.models import base_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from datasets import Dataset, Features
+    from datasets import Features
 
 
 # Methods of `Task` that have to be defined.
@@ -47,9 +47,9 @@ class Task:
     # Whether padding a micro-batch to its longest row costs about `length` of that row for each: cut at the least padding.
     # False, such as for two lengths a row, which are padded apart: micro-batches have equal counts of rows.
     cut_by_cost: bool = True
+    # Names by which `encode` gets columns, whatever the data calls them: the field `columns` may name each of them.
+    parts: tuple[str, ...] = ()
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
-    # Raw columns that may hold several types; others are refused.
-    json_columns: tuple[str, ...] = ("messages", "conversations", "tools", "chat_template_kwargs")
     # Set by `inspect_columns`:
     row_description: str = ""  # a sentence for the plan on how rows are read
     reads_chats: bool = False  # whether rows are chats
@@ -58,9 +58,6 @@ class Task:
     # Set with the training data: the token that ends a turn of chats.
     end_of_turn: int | None = None
     id_columns: tuple[str, ...] = ("input_ids",)  # of the prepared rows: token ids, in which unknown ones are counted
-    optional_columns: Sequence[
-        str
-    ] = ()  # columns that `encode` reads if they are there; those of a stream may be missing
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     pipeline_tag: str = ""  # of the Hub, for the model card, where the name of the model's class does not tell it
     generation: Any = None  # how the model answers prompts (engine/models/generation.py), if it can
@@ -82,15 +79,17 @@ class Task:
         """Return the task's part of the cache key: everything that `encode` depends on besides rows and code."""
         raise NotImplementedError
 
-    def inspect_columns(self, examples: "Dataset", split: str) -> tuple[list[str], "Features"]:
+    def inspect_columns(self, examples: Any, split: str) -> tuple[list[str], "Features"]:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
-        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
-        only the first ones, or none. Called before `encode`, unless the prepared rows are in the cache."""
+        The columns have the names of their `parts`. Raise UsageError for columns of the wrong name. `examples` are the raw rows: `column_names` of the first ones,
+        `first(column)`, their first value that is not null, and of columns that have types (Parquet, Arrow) `features`;
+        `examples[column]` yields all values, `unique(column)` returns each once (of a stream: of the first rows). A column
+        may be missing in some rows, or in all. Called before `encode`, unless the prepared rows are in the cache."""
         raise NotImplementedError
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        """Return the columns of the prepared rows made from a batch of raw rows.
+        """Return the columns of the prepared rows made from a batch of raw rows. What a row lacks is None.
 
         Three integer columns are required: `length`, `targets` (what a row adds to the weight of its batch) and `cut`
         (tokens truncated by max_length). Any process may call this for any part of the data, so the result must depend

@@ -9,6 +9,7 @@ from engine.config.errors import UsageError, did_you_mean
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
 from engine.task import REQUIRED, Batch, Task
+from engine.text.row_columns import check_parts
 
 __all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]
 
@@ -53,4 +54,5 @@ def make_task(cfg: RunConfig, options: Any) -> Task:
             f"task {cfg.task}: {task_class.__name__} in {_file_of_task(cfg.task)} has a method `compute_gradient`, which is "
             "not called: define `wrap_gradient(compute)`, which returns that function (engine/task.py)"
         )
+    check_parts(cfg.columns, task_class.parts, cfg.task)
     return task_class(cfg, options)

@@ -5,26 +5,27 @@ Tests: tests/addons/data/test_row_numbers.py.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from engine.config.errors import UsageError, did_you_mean
-from engine.data.column_types import is_json_text
+from engine.data.examples import Examples, load_examples
 from engine.data.mixture import Mixture, NumbersByRow
 from engine.data.prepared_split import Split
-from engine.data.raw_rows import RawRows, load_raw_rows
 from engine.data.sources import Source
+from engine.rows.read import Row
 from engine.storage import atomic_folder
 from engine.storage.cache_folder import run_once
 from engine.task import Task
 
-ROWS = 1 << 20  # rows that are read at once
+ROWS = 1 << 16  # numbers that are stored at once
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Column:
         target = self.file(split.folder)
         if not target.exists():
             kept = split.array("kept")
-            run_once(target, lambda: _store(load_raw_rows(source, cfg), kept, self, target), f"column {self.name}")
+            run_once(target, lambda: _store(load_examples(source, cfg), kept, self, target), f"column {self.name}")
         content = (split.stats["rows"], self.field, json.loads(target.read_text())["hash"])
         split.stats["rows"] = xxhash.xxh3_128_hexdigest(repr(content).encode())
 
@@ -68,23 +69,22 @@ class Column:
         return array(train_set)
 
 
-def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) -> None:
+def _store(examples: Examples | None, kept: np.ndarray, column: Column, target: Path) -> None:
     """Write the array (numbers, or cumulative sums of weights), then its hash to `target`.
 
     `kept` says of each row whether it is part of the split."""
-    assert raw is not None  # it was prepared
-    names, what = raw.rows.column_names, f"{column.field} is {column.name}"
+    assert examples is not None  # it was prepared
+    names = examples.column_names
+    what = f"{column.field} is {column.name}"
     if column.name not in names:
         raise UsageError(f"{what}: no such column among {', '.join(names)}{did_you_mean(column.name, names)}")
-    rows, digest, total = raw.rows.select_columns([column.name]).with_format("arrow"), xxhash.xxh3_128(), 0.0
-    count, stored = int(kept.sum()), 0
-    numbers = np.lib.format.open_memmap(target.with_suffix(".npy"), "w+", np.float64, (count,))
-    for start in range(0, len(rows), ROWS):
-        ids = np.arange(start, min(start + ROWS, len(rows)))
-        ids = ids[kept[ids]]
-        if not ids.size:
-            continue
-        values = _read(raw, rows[start : start + ROWS][column.name].take(pa.array(ids - start)), column, ids)
+    digest = xxhash.xxh3_128()
+    total = 0.0
+    stored = 0
+    numbers = np.lib.format.open_memmap(target.with_suffix(".npy"), "w+", np.float64, (int(kept.sum()),))
+    rows = compress(examples.rows([column.name]), kept)
+    while some := list(islice(rows, ROWS)):
+        values = np.array([_read(row, column) for row in some], np.float64)
         digest.update(values.tobytes())
         if column.weights:
             values[0] += total
@@ -99,17 +99,14 @@ def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) 
     atomic_folder.rewrite(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
 
 
-def _read(raw: RawRows, array, column: Column, ids: np.ndarray) -> np.ndarray:
-    """Return the values of these rows, an Arrow array, as float64. Raise UsageError for the row of a bad value."""
-    field, name = column.field, column.name
+def _read(row: Row, column: Column) -> float:
+    """Return the number of a row; cells of CSV files are text. Raise UsageError for a bad one."""
+    value = row.values[column.name]
     try:
-        values = np.array(array.cast("float64", safe=False).to_numpy(), np.float64)
-    except (ValueError, NotImplementedError):
-        kind = "values of several types" if is_json_text(raw.rows.features[name]) else array.type
-        raise UsageError(f"{field} is {name}, which holds {kind} in {raw.source}: give a column of numbers") from None
-    bad = np.flatnonzero(~np.isfinite(values) | ((values < 0) if column.weights else False))
-    if bad.size:
+        number = math.nan if isinstance(value, str) and "_" in value else float(value)  # 1_000 is Python's
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or (column.weights and number < 0):
         allowed = "a number, 0 or more" if column.weights else "a number"
-        value = array[int(bad[0])].as_py()
-        raise UsageError(f"{raw.describe_row(int(ids[bad[0]]))}: {field}: `{name}` is {value}: it must be {allowed}")
-    return values
+        raise UsageError(f"{row.place}: {column.field}: `{column.name}` is {repr(value)[:40]}: it must be {allowed}")
+    return number

@@ -16,9 +16,7 @@ from engine.config.add_on import AddOn
 from engine.config.errors import warn
 from engine.config.option import option
 from engine.data import sources
-from engine.data.prepared_split import MEDIA, Split, keep_encoded
-from engine.data.raw_rows import RawRows
-from engine.data.row_errors import read_rows
+from engine.data.prepared_split import MEDIA, Split
 from engine.data.sources import Source
 from engine.task import Task
 
@@ -36,11 +34,8 @@ class HeldOutSource(Source):
     def key(self) -> list:
         return [*super().key(), self.share, Path(__file__).read_text()]
 
-    def choose_rows(self, raw: RawRows, ids: range) -> np.ndarray:
-        rows = keep_encoded(raw.rows)
-        return are_held_out(read_rows(rows, ids, raw.describe_row), rows.features, self.share) == (
-            self.split == "validation"
-        )
+    def choose_rows(self, rows: list[dict], features: Mapping[str, Any]) -> np.ndarray:
+        return are_held_out(rows, features, self.share) == (self.split == "validation")
 
     def explain_no_rows(self, count: int) -> str:
         number, fix = ("none", "raise it") if self.split == "validation" else ("all", "lower it")
@@ -86,13 +81,12 @@ class HeldOut(AddOn):
 # ---- the choice of rows ----------------------------------------------------------------------------------------------
 
 
-def are_held_out(rows: dict[str, list], features: Mapping[str, Any], share: float) -> np.ndarray:
+def are_held_out(rows: list[dict], features: Mapping[str, Any], share: float) -> np.ndarray:
     """Return for each row whether it is evaluation data, as bools.
 
-    `rows` holds the columns that the task reads; images and audio as {"bytes": …, "path": …}. The result is a function
+    `rows` hold the columns that the task reads; images and audio as {"bytes": …, "path": …}. The result is a function
     of the values of the row alone, so equal rows are all on one side, wherever they are, and a larger share adds rows."""
-    columns = {name: [_stable(value, features[name]) for value in values] for name, values in rows.items()}
-    hashes = [_hash(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    hashes = [_hash({name: _stable(value, features.get(name)) for name, value in row.items()}) for row in rows]
     return np.array([number < int(share * 2**64) for number in hashes], bool)
 
 

@@ -34,6 +34,10 @@ class StreamSource(Source):
 
     remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # URL -> its size and ETag
 
+    def open_file(self, path: str) -> Any:
+        client = {"trust_env": True, "timeout": http_files.client_timeout()}
+        return _open_url(path, client_kwargs=client | same_version(path, self.remote.get(path)))
+
     def versions(self) -> list[tuple]:
         """Return (path below the common folder, bytes, ETag) of each file; unknown values are None.
 
@@ -65,6 +69,15 @@ class StreamSource(Source):
         return digest.hexdigest() if files else None
 
 
+def _open_url(url: str, **options: Any) -> Any:
+    """Open a URL to read its bytes where they are, in parts."""
+    from datasets import DownloadConfig
+    from datasets.utils.file_utils import xopen
+
+    options = {} if url.startswith("hf://") else options
+    return xopen(url, "rb", download_config=DownloadConfig(storage_options=options))
+
+
 def look_up_stream(source: Source, cfg: Any) -> Source:
     """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     stream = StreamSource(**vars(source))
@@ -73,11 +86,6 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
     urls = [file for file in source.files if "://" in file]
     if not urls:
         return stream
-    if source.builder == "text":  # datasets opens it with an argument that fsspec refuses
-        raise UsageError(
-            f"{source.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
-            "remove --streaming"
-        )
 
     def look_up_all() -> dict:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -119,6 +127,12 @@ class HubEvaluation(Source):
     @property
     def hub(self) -> tuple | None:
         return (*(super().hub or ()), *([self.first_rows] if self.first_rows else []))
+
+    def open_file(self, path: str) -> Any:
+        return _open_url(path)
+
+    def fetch_files(self, builder: "DatasetBuilder", files: list[str], cache: str | None) -> list[str]:
+        return files
 
     def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         from datasets import Dataset

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from addons.streaming.shards import BLOCK, Row, StreamShards
+from addons.streaming.shards import BLOCK, PreparedRow, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
 from engine.data.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
@@ -25,6 +25,7 @@ from engine.data.data_loader import Item, StepBatch, changed_plan, collate, open
 from engine.data.row_order import permute
 from engine.data.seeding import derive_seed
 from engine.task import Task
+from engine.text.row_columns import with_columns
 
 if TYPE_CHECKING:
     from engine.distributed.backends import Backend
@@ -79,12 +80,20 @@ class Stream:
                 "gives at least one row to every step: raise batch_size_warmup_start, or lower --stream_lanes"
             )
         # Names and sizes, not paths: files may be moved, and each node may have its own copy.
-        content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
+        content = (
+            source.versions(),
+            source.hub,
+            count,
+            self.shard_groups,
+            BLOCK,
+            task.fingerprint(),
+            sorted(cfg.columns.items()),
+        )
         self.stats = {
             "examples": None,
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),
             "sample": source.sample(),
-            "row_description": self.shards.task.row_description,
+            "row_description": with_columns(self.shards.task.row_description, cfg.columns),
         }
         self.epoch = 0
         # step -> (pass, positions of this rank's groups after it)
@@ -177,17 +186,17 @@ class _Pass(torch.utils.data.IterableDataset):
                 yield [collate(self.stream.task, micro, rows) for micro, rows in items], dict(self.positions)
                 step += 1
 
-    def _group_rows(self, group: int, start: StreamPosition) -> Iterator[tuple[StreamPosition, Row]]:
+    def _group_rows(self, group: int, start: StreamPosition) -> Iterator[tuple[StreamPosition, PreparedRow]]:
         """Yield (position after the row, row) of a shard group for the rest of this pass, from `start`."""
         shards = self.stream.shards
         order = permute(np.arange(len(shards)), len(shards), self.stream.cfg.seed, self.epoch)
         order = order[group :: self.stream.shard_groups].tolist()
         for position in range(start.shards, len(order)):
             begin = start if position == start.shards else StreamPosition(position)
-            for block, table in enumerate(shards.blocks(order[position])):
+            for block, raw in enumerate(shards.blocks(order[position])):
                 if block < begin.blocks:
                     continue
-                rows = shards.prepare(table, order[position], block, self.epoch)
+                rows = shards.prepare(raw, order[position], block, self.epoch)
                 for i in range(begin.rows if block == begin.blocks else 0, len(rows)):
                     yield StreamPosition(position, block, i + 1), rows[i]
 
@@ -196,7 +205,7 @@ class _Pass(torch.utils.data.IterableDataset):
         size, groups = self.stream.rows_in_step(step), self.stream.shard_groups
         return size // groups + (group < size % groups)
 
-    def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
+    def _split(self, rows: list[PreparedRow], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
         cfg = self.stream.cfg
         lengths = np.array([length for *_, length in rows], np.int64)

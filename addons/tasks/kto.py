@@ -25,8 +25,8 @@ from engine.data.seeding import seed_everything
 from engine.loop.totals_and_votes import ComputeGradient
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
-from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
-from engine.text.row_formats import split_prompt
+from engine.text.foreign_turns import split_prompt
+from engine.text.row_formats import TEXT_PAIRS, as_bool
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
@@ -49,7 +49,7 @@ class Options(ReferenceOptions, ChatOptions):
     desirable_weight: float = option("weight of the loss of rows with label true", 1.0, min=0)
     undesirable_weight: float = option("weight of the loss of rows with label false", 1.0, min=0)
     # Options of causal_lm that rated answers do not have.
-    packing, text_column, sample_prompt, router_aux_loss_coef = False, "", None, 0.0
+    packing, sample_prompt, router_aux_loss_coef = False, None, 0.0
 
 
 class Task(ReferenceTask):
@@ -62,6 +62,10 @@ class Task(ReferenceTask):
         return self.options.kto_loss == "kto"
 
     # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        super().load()
+        self.encoder.formats = (TEXT_PAIRS,)
 
     def fingerprint(self) -> str:
         return super().fingerprint() + self.options.kto_loss
@@ -76,18 +80,9 @@ class Task(ReferenceTask):
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs `prompt`, "
                 f"`completion` and `label`{pairs if {'chosen', 'rejected'} <= {*columns} else ''}"
             )
-        kind = getattr(examples.features["label"], "dtype", "a list")
-        if kind != "bool":
-            raise UsageError(
-                f"{split} data: `label` holds {kind}: give true for a good completion, false for a bad one"
-            )
-        # Neither `label`, as a language model refuses answers that are false, nor columns of other formats.
-        raw = {name: examples.features[name] for name in ("prompt", "completion")}
-        if any(map(holds_turns, raw.values())):
-            raw |= {name: examples.features[name] for name in OF_CHATS if name in columns}
-        self.raw_columns, _ = super().inspect_columns(_Columns([*raw], raw), split)
+        raw, _ = super().inspect_columns(examples, split)
+        self.raw_columns = [name for name in raw if name != "label"]  # which says here that an answer is bad
         self.encoder.require_one_sequence()
-        warn_of_ignored(columns, [*self.raw_columns, "label"], split, ("messages", "input_ids"))
         prefixes = ("", MISMATCHED) if self.has_baseline else ("",)
         features: dict[str, Any] = {name: List(Value("int32")) for prefix in prefixes for name in COLUMNS[prefix]}
         features |= {name: Value("int64") for name in ("length", "targets", "cut", "label")}
@@ -98,14 +93,16 @@ class Task(ReferenceTask):
 
         The mismatched completion of a row is that of the row before it in the block, of the first row the last one. A
         block of one row has none."""
-        for label, location in zip(batch["label"], locations, strict=True):
-            if label is None:
-                raise UsageError(f"{location}: `label` is null: give true for a good completion, false for a bad one")
+        labels = [as_bool(label) for label in batch["label"]]
+        for label, location in zip(labels, locations, strict=True):
+            if not isinstance(label, bool):
+                held = "null" if label is None else repr(label)
+                raise UsageError(f"{location}: `label` is {held}: give true for a good completion, false for a bad one")
         raw = {name: batch[name] for name in self.raw_columns}
         made = self.encoder.encode_batch(raw, locations)
         rows = {name: made[name] for name in ("input_ids", "labels", "length", "cut")}
         rows["targets"] = [int(count > 0) for count in made["targets"]]
-        rows["label"] = [int(label) for label in batch["label"]]
+        rows["label"] = [int(label) for label in labels]
         if self.has_baseline:
             prompts, answers = self._prompts_and_answers(raw)
             before = [*answers[-1:], *answers[:-1]]
@@ -121,7 +118,7 @@ class Task(ReferenceTask):
     def _prompts_and_answers(self, raw: dict[str, list]) -> tuple[list, list]:
         """Return what stands before the answer of each row, and the answer; a completion may repeat its prompt."""
         prompts, completions = raw["prompt"], raw["completion"]
-        if not self.encoder.reads_chats:
+        if not self.encoder.format.is_chat:
             return prompts, completions
         pairs = [_split_chat(*row) for row in zip(prompts, completions, strict=True)]
         return [before for before, _ in pairs], [answer for _, answer in pairs]
@@ -230,14 +227,6 @@ class Task(ReferenceTask):
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         return {}
-
-
-@dataclass
-class _Columns:
-    """Names and types of the columns that the encoder sees."""
-
-    column_names: list[str]
-    features: dict[str, Any]
 
 
 def _split_chat(prompt: Any, completion: Any) -> tuple[list[dict], list[dict]]:

@@ -23,6 +23,7 @@ from engine.models.model_checks import probing
 from engine.process.private_apis import known_masks
 from engine.task import Batch
 from engine.text.encode_rows import Encoder
+from engine.text.row_formats import IDS, TEXT
 from engine.text.tokenize_and_pack import pad_columns, padded_length
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import CrossEntropy
@@ -38,7 +39,6 @@ class Options(CrossEntropy):
         min=2,
         from_checkpoint=True,
     )
-    text_column: str = option("column of the text", "text", from_checkpoint=True)
     mlm_probability: float = option(
         "share of a row's tokens to predict; of these 80% are masked, 10% replaced by random tokens, 10% kept",
         0.15,
@@ -50,6 +50,7 @@ class Options(CrossEntropy):
 class Task(base.Task):
     attributes_from_weights = ("positionwise_head",)
     can_shorten = True
+    parts = (*IDS.required, *TEXT.required)
 
     def load(self) -> None:
         tokenizer = load_tokenizer(self.cfg)
@@ -68,21 +69,20 @@ class Task(base.Task):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        o = self.options
-        return repr((self.tokenizer_text, self.max_length, o.text_column, o.mlm_probability))
+        return repr((self.tokenizer_text, self.max_length, self.options.mlm_probability))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         # append_eos would add a token that many models lack.
-        text_column, splits = self.options.text_column, self.cfg.long_rows == "cut"
-        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, splits, text_column, append_eos=False)
-        needed, made = self.encoder.choose(examples.column_names, split)
-        self.optional_columns = self.encoder.optional_columns()
+        splits = self.cfg.long_rows == "cut"
+        settings = (self.tokenizer, self.vocab_size, self.max_length, splits, False, [*self.cfg.columns])
+        self.encoder = Encoder(*settings, is_mixed=bool(self.cfg.mixture), formats=(IDS, TEXT))
+        needed, made = self.encoder.choose(examples.column_names, split, examples.first)
         if "labels" in made:
             raise UsageError(
-                f"{split} data: masked_lm chooses its labels itself, so {', '.join(needed)} cannot all be used: give "
-                f"rows of `{text_column}` or `input_ids`"
+                f"{split} data: masked_lm chooses its labels itself, so `labels` cannot be used: give rows of `text` or "
+                "`input_ids`"
             )
         features = {"input_ids": List(Value("int32"))}
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})

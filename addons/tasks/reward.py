@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from addons.tasks.preference.preference_pairs import SIDES, WITHOUT_TARGETS, PairEncoder
+from addons.tasks.preference.preference_pairs import PARTS, SIDES, WITHOUT_TARGETS, PairEncoder
 from engine import task as base
 from engine.config.errors import UsageError
 from engine.config.option import option
@@ -43,6 +43,7 @@ class Options(ChatOptions):
 
 class Task(base.Task):
     without_targets = WITHOUT_TARGETS
+    parts = PARTS
     cut_by_cost = False  # both sequences of a pair are padded to the longest one
     id_columns = ("chosen_ids", "rejected_ids")
     new_head = ("score", "classifier", "pooler", "pre_classifier", "classification_head")
@@ -65,7 +66,7 @@ class Task(base.Task):
         self.config.num_labels = 1
         self.config.problem_type = "regression"  # else pipelines and servers give the sigmoid of the reward
         self.config.use_cache = False
-        self.row_settings = (self.vocab_size, self.max_length, False, "", o.append_eos)
+        self.row_settings = (self.vocab_size, self.max_length, False, o.append_eos)
         self.chat_format = make_chat_format(self.tokenizer, o)
         self.encoder = Encoder(self.tokenizer, *self.row_settings, chat_format=self.chat_format)
 
@@ -80,7 +81,6 @@ class Task(base.Task):
         self.pairs = PairEncoder(self.encoder, examples, split)
         self.row_description = self.pairs.describe()
         self.reads_chats = self.pairs.chat
-        self.optional_columns = self.pairs.optional
         features = {f"{side}_ids": List(Value("int32")) for side in SIDES}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

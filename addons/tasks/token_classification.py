@@ -20,7 +20,7 @@ from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
 from engine.task import Batch
-from engine.text.labels import SEVERAL_TYPES, Labels, SeveralTypes, require_columns
+from engine.text.labels import Labels, require_columns
 from engine.text.tokenize_and_pack import (
     IGNORED,
     pad_columns,
@@ -42,11 +42,10 @@ class Options(ClassCrossEntropy):
         min=2,
         from_checkpoint=True,
     )
-    tokens_column: str = option("column of the list of words", "tokens", from_checkpoint=True)
-    tags_column: str = option("column of the list of their tags", "tags", from_checkpoint=True)
 
 
 class Task(base.Task):
+    parts = ("tokens", "tags")
     can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
 
@@ -60,53 +59,45 @@ class Task(base.Task):
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         if not self.tokenizer.is_fast:
             raise UsageError("token_classification needs a fast tokenizer, which reports the characters of each token")
-        self.tags = Labels(self.options.tags_column)
+        self.tags = Labels("tags")
         if self.cfg.model_name_or_path:
             self.tags = self.tags.of_model(self.config, "TokenClassification")
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        columns = (self.options.tokens_column, self.options.tags_column)
-        return repr((self.tokenizer_text, self.max_length, *columns, self.labels))
+        return repr((self.tokenizer_text, self.max_length, self.labels))
 
     def inspect_columns(self, examples, split: str):
-        from datasets import ClassLabel, Features, LargeList, List, Value
+        from datasets import ClassLabel, Features, List, Value
 
-        needed = [self.options.tokens_column, self.options.tags_column]
-        require_columns(examples, needed, split, "--tokens_column or --tags_column")
-        for column in needed:
-            feature = examples.features.get(column)
-            if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
-                raise SeveralTypes(column, split)
-            if not isinstance(feature, List | LargeList):
-                kind = getattr(feature, "dtype", "no lists")
-                raise UsageError(f"{split} data: `{column}` holds {kind}: give a list for each row")
-        column = needed[1]
-        self.tags = replace(self.tags, names_of_column=getattr(examples.features[column].feature, "names", None))
+        needed = require_columns(examples, [*self.parts], split)
+        feature = getattr(examples.features.get("tags"), "feature", None)
+        self.tags = replace(self.tags, names_of_column=getattr(feature, "names", None))
         if self.labels is None:
-            values = (tag for row in examples[column] for tag in row or ())
+            values = examples.unique("tags", in_lists=True)
             self.tags = replace(self.tags, names=self.tags.of_data(self.cfg, values, split))
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
         counts = {name: Value("int64") for name in ("length", "targets", "cut")}
         return needed, Features({"input_ids": List(Value("int32")), "labels": List(tag)} | counts)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        column, tag_column = self.options.tokens_column, self.options.tags_column
-        words, tags = batch[column], batch[tag_column]
+        words, tags = batch["tokens"], batch["tags"]
         for location, row, names in zip(locations, words, tags, strict=True):
-            if row is None or names is None:
-                raise UsageError(f"{location}: `{column if row is None else tag_column}` holds nothing")
+            for name, values in (("tokens", row), ("tags", names)):
+                if not isinstance(values, list):
+                    holds = "nothing" if values is None else type(values).__name__
+                    raise UsageError(f"{location}: `{name}` holds {holds}: give a list for each row")
             if len(row) != len(names):
                 raise UsageError(f"{location}: {len(row)} tokens with {len(names)} tags: give one tag per token")
-            require_text(row, column, [location] * len(row))
+            require_text(row, "tokens", [location] * len(row))
         # Joined by spaces, the words look like the text that a pretrained model has seen: "EU rejects" and not "EUrejects".
         texts = [" ".join(row) for row in words]
         encoded, columns = tokenize_truncated(self.tokenizer, [texts], self.max_length, return_offsets_mapping=True)
         labels = []
         rows = zip(locations, words, tags, encoded["offset_mapping"], columns["cut"], strict=True)
         for location, row, names, spans, cut in rows:
-            warn_of_special_tokens(self.tokenizer, row, column, [location] * len(row))
+            warn_of_special_tokens(self.tokenizer, row, "tokens", [location] * len(row))
             ids = self.tags.ids(names, [location] * len(names))
             begins = word_of_each_token(spans, row)
             self._warn_of_lost_word(location, row, names, begins, cut)

@@ -27,11 +27,12 @@ from engine.process.exit_codes import run_main
 from engine.storage.atomic_folder import rewrite
 from engine.text.chat_options import CHATS
 from engine.text.chat_turns import Chat
+from engine.text.row_columns import columns_by_name, named_in_errors
+from engine.text.row_formats import Ids, Texts
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
 WORDS = "Zq7x"
-ANSWERS = {"prompt": "completion", "instruction": "output"}  # part of a row -> the part that answers it
 MOST_TOKENS = 256  # of an answer, unless a flag says otherwise
 
 
@@ -140,24 +141,20 @@ def prompt_of_row(row: dict, task: Any, where: str) -> Prompt:
     """Return what stands before the last answer of a row, which may lack it, read by its columns as in training.
 
     Raise UsageError for a row that cannot be read."""
-    encoder, row = choose_format(row, task.encoder, where)
-    batch = {name: [value] for name, value in row.items()}
-    if encoder.reads_chats:
-        [chat] = encoder.read_chats(batch, [where])
-        if not isinstance(chat.turns, list):
-            column = encoder.format.required["messages"]
-            raise UsageError(f"{where}: `{column}` holds {type(chat.turns).__name__}, not a list of turns")
-        return task.generation.read_prompt(before_answer(chat.turns), where, chat.tools, chat.variables)
-    if encoder.format.name == "ids":
-        return prompt_before_answer(encoder, batch, task.max_length, where)
-    if encoder.format.name == "instructions":
-        [text] = encoder.lay_out_instructions(batch, [where])
-    else:
-        column = next(iter(encoder.format.required.values()))
-        text = row[column]
-        if not isinstance(text, str):
-            raise UsageError(f"{where}: `{column}` holds {type(text).__name__}: give a text, or a list of turns")
-    return task.generation.read_prompt(text, where)
+    columns = task.cfg.columns
+    row = {name: row[column] for name, column in columns_by_name(row, columns).items()}
+    with named_in_errors(columns):
+        encoder, row = choose_format(row, task.encoder, where)
+        batch = {name: [value] for name, value in row.items()}
+        [made] = encoder.read_batch(batch, [where])
+        if isinstance(made, Ids):
+            return prompt_before_answer(encoder, batch, task.max_length, where)
+        if isinstance(made, Texts):
+            return task.generation.read_prompt(made.text if made.prompt is None else made.prompt, where)
+        if not isinstance(made.turns, list):
+            [part] = encoder.format.required
+            raise UsageError(f"{where}: `{part}` holds {type(made.turns).__name__}, not a list of turns")
+        return task.generation.read_prompt(before_answer(made.turns), where, made.tools, made.variables)
 
 
 def choose_format(row: dict, encoder: Any, where: str) -> tuple[Any, dict]:
@@ -165,14 +162,11 @@ def choose_format(row: dict, encoder: Any, where: str) -> tuple[Any, dict]:
 
     A text is continued only if the row has nothing else that the encoder reads."""
     encoder = replace(encoder, is_mixed=True)  # rows may have several formats, and lack columns that are named
-    named = encoder.named
-    unset = {named[part]: None for part in ("system", "tools", "input") if part in named}
-    read = unset | {name: value for name, value in row.items() if value is not None}
-    others = {name: value for name, value in read.items() if name != encoder.text_column}
-    for there in (others, with_answer(others, named), read):
-        features = {name: feature_of(value) for name, value in there.items()}
+    read = {name: value for name, value in row.items() if value is not None}
+    others = {name: value for name, value in read.items() if name != "text"}
+    for there in (others, with_answer(others), read):
         try:
-            encoder.choose([*there], "the file's", features)
+            encoder.choose([*there], "the file's", there.get)
         except UsageError:
             continue
         return encoder, there
@@ -181,29 +175,18 @@ def choose_format(row: dict, encoder: Any, where: str) -> tuple[Any, dict]:
     )
 
 
-def with_answer(row: dict, named: dict[str, str]) -> dict:
+def with_answer(row: dict) -> dict:
     """Return a row with an empty answer to its prompt or instruction, or the better one of a pair of answers."""
     row = dict(row)
     better = row.pop("chosen", "")
     row.pop("rejected", None)
-    for question, answer in {"prompt": better, "instruction": ""}.items():
-        for names in (named, {}):  # the columns that the run file names go before others
-            column = names.get(question, question)
-            if column in row:
-                value = row[column]
-                row[column] = before_answer(value) if isinstance(value, list) and not answer else value
-                row.setdefault(names.get(ANSWERS[question], ANSWERS[question]), answer)
-                break
+    if "prompt" in row and isinstance(row["prompt"], list) and not better:
+        row["prompt"] = before_answer(row["prompt"])
+    if "prompt" in row:
+        row.setdefault("completion", better)
+    if "instruction" in row:
+        row.setdefault("output", "")
     return row
-
-
-def feature_of(value: Any) -> Any:
-    """Return the type of a column with this value, as far as it decides how rows are read."""
-    from datasets import Json, Value
-
-    if isinstance(value, list | dict):
-        return Json()
-    return Value("bool" if isinstance(value, bool) else "string")
 
 
 def before_answer(turns: list) -> list:

@@ -159,7 +159,8 @@ def changes_since(
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
     values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
-    values |= {"plan_version": EQUAL_COUNTS} | {name: config[name] for name in config.keys() - WITHDRAWN}
+    withdrawn = WITHDRAWN | {name for name in config.keys() - values.keys() if name.endswith("_column")}
+    values |= {"plan_version": EQUAL_COUNTS} | {name: config[name] for name in config.keys() - withdrawn}
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
     for addon in schemas[0].addons:
         values = addon.identity(values)

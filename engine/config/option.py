@@ -45,7 +45,7 @@ class Option:
     max: float | None = None
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
-    values: type | None = None  # of a dict: the TypedDict of its values
+    values: Any = None  # of a dict: the type of its values, such as a TypedDict
     # True if a resumed run may change this field: the results do not depend on the field, or resume compares what it
     # determines (content of model and data, past learning rates). Resume refuses to change any other field.
     may_change_on_resume: bool = False
@@ -64,7 +64,7 @@ class Option:
 def option(help: str, default: Any = None, **rules) -> Any:
     """Declare a dataclass field by its help text, default, and `rules`: any other fields of Option."""
     metadata = {"option": Option(help, **rules)}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -121,6 +121,7 @@ def as_list(value: Any) -> list:
 # ---- the mappings `mixture`, `parameter_groups` and `gradient_checkpointing` -----------------------------------------
 
 Name = Annotated[str, Field(min_length=1)]
+Column = Annotated[Name, BeforeValidator(_text)]  # which YAML may take for a number
 PathName = Annotated[Name, AfterValidator(_path)]
 PathNames = Annotated[list[PathName], BeforeValidator(as_list)]
 
@@ -179,6 +180,8 @@ def _with_rules(type_: Any, rules: Option) -> Any:
         return Annotated[text, AfterValidator(_path)] if rules.is_path else text  # pyrefly: ignore
     if type_ is dict:
         values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
+        if rules.values is Column:
+            return Annotated[values, BeforeValidator(_mapping)]
         return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
     if is_typeddict(type_):
         schema = TypeAdapter(
@@ -274,7 +277,7 @@ def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:
         return _adapter(cls, name).validate_python(value, context={"from_user": from_user})
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-        parts = get_args(field_types(cls)[name])
+        parts = get_args(field_types(cls)[name]) or (field_types(cls)[name],)
         rules = declared_options(cls)[name]
         keys = next((part for part in parts if is_typeddict(part)), rules.values)
         if any(

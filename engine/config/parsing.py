@@ -14,7 +14,7 @@ import yaml
 
 from engine.config.addons import addons_with_fields, config_type, missing_addon, used_addons
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
-from engine.config.option import declared_options, field_types, read_value, read_words
+from engine.config.option import as_list, declared_options, field_types, read_value, read_words
 from engine.config.paths import locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
 from engine.config.run_config import RunConfig, config_class
@@ -133,8 +133,8 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     errors = []
     for name, each in given.items():
         if name not in types:
-            errors.append(f"{each.source}{_explain_unknown(name, task, tasks, types)}")
-        elif not (_is_nothing(each.value) and defaults[name] in (None, "", [])):
+            errors.append(f"{each.source}{_explain_unknown(name, each, task, tasks, types)}")
+        elif not (_is_nothing(each.value) and defaults[name] in (None, "", [], {})):
             try:
                 values[name] = _read(core_type if name in field_types(core_type) else options_type, name, each)
             except ValueError as error:
@@ -194,7 +194,7 @@ def _task(given: dict[str, Given], tasks: Tasks) -> str:
     return task
 
 
-def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -> str:
+def _explain_unknown(name: str, given: Given, task: str, tasks: Tasks, names: Iterable[str]) -> str:
     """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
@@ -209,6 +209,11 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -
         names += field_types(addon)
     if name in elsewhere:
         return f"{name}: unknown field; {elsewhere[name]}"
+    if name.endswith("_column"):  # a field of earlier versions
+        columns = f"{{{name.removesuffix('_column')}: {' '.join(map(str, as_list(given.value)))}}}"
+        return f"{name}: unknown field; give " + (
+            f"--columns '{columns}'" if given.source == "--" else f"columns: {columns}"
+        )
     return f"{name}: unknown field{did_you_mean(name, names)}"
 
 

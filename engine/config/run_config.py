@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from engine.config.add_on import AddOn
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, Auto, GroupFields, Recomputation, Source, declared_options, option
+from engine.config.option import AS_GIVEN, Auto, Column, GroupFields, Recomputation, Source, declared_options, option
 from engine.config.paths import REPOSITORY
 
 SCHEDULES = (
@@ -128,6 +128,12 @@ class RunConfig:
         "cut",
         choices=("cut", "drop"),
         is_rare=True,
+    )
+    columns: dict = changeable(
+        "names of columns: {PART: COLUMN, …}, such as {text: review, label: stars}; PART: what the task calls it",
+        {},
+        values=Column,
+        from_checkpoint=True,
     )
     cache_dir: str | None = changeable(
         "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",

@@ -9,14 +9,14 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Generator, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, compress, islice
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,31 +25,24 @@ import torch
 import xxhash
 
 from engine import task as base
-from engine.config.errors import Counted, Failure, UsageError, kept_warnings, warn_once
+from engine.config.errors import Counted, Failure, UsageError, kept_warnings, one_line, warn_once
 from engine.config.run_config import RunConfig
-from engine.data.column_types import keep_json_text
 from engine.data.data_loader import init_worker
-from engine.data.file_columns import refuse_mixed_types
-from engine.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
-from engine.data.row_errors import encode_rows, read_rows
+from engine.data.examples import Block, Examples, load_examples
+from engine.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers
 from engine.data.sources import Source
 from engine.process import console
+from engine.rows.read import Row, bad_rows_error
 from engine.storage import atomic_folder, verify_hashes
 from engine.storage.cache_folder import cache_root, run_once
 from engine.storage.code_hash import code_hash
 from engine.task_registry import Task
-from engine.text.labels import SeveralTypes
+from engine.text.row_columns import named_in_errors, with_columns
 
-if TYPE_CHECKING:
-    from engine.data.raw_rows import RawRows
-
-BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
-BLOCK_ROWS = 10_000  # maximum rows of a block
-MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
-TEXT = Path(__file__).parents[1] / "text"
+ENGINE = Path(__file__).parents[1]
+TEXT = ENGINE / "text"
 # Their code is in the cache key, besides that of `encode`
-CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "prepared_split.py", "column_types.py")
-CODE += ("builders.py", "file_columns.py", "csv_reader.py", "json_reader.py")
+CODE = ("data/prepare.py", "data/examples.py", "data/sources.py", "data/prepared_split.py", "rows/read.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source) -> Path:
@@ -88,8 +81,8 @@ def cache_key(task: Task, source: Source) -> str:
     settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
     settings = sorted((n, str(value)) for n, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items())
     rows = (source.key(), source.split, task.fingerprint(), task.decode_media, settings)
-    rows += ("drop",) * (task.cfg.long_rows == "drop")
-    code = code_hash([*encode_files(task), *(Path(__file__).with_name(name) for name in CODE)])
+    rows += (sorted(task.cfg.columns.items()),) + ("drop",) * (task.cfg.long_rows == "drop")
+    code = code_hash([*encode_files(task), *(ENGINE / name for name in CODE)])
     hashes = [hashlib.sha256(repr(part).encode()).hexdigest() for part in (rows, (code, datasets.__version__))]
     return f"{hashes[0][:32]}-{hashes[1][:16]}"
 
@@ -117,38 +110,41 @@ def encode_files(task: Task) -> list[Path]:
 
 def _write_split(cfg: RunConfig, task: Task, source: Source, folder: Path) -> None:
     """Write the prepared rows of a source and their statistics to `folder`."""
-    from engine.data.raw_rows import load_raw_rows  # not needed where rows are prepared already
-
     before = source.key()
     processes = cfg.preprocessing_num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the other ranks wait
     with kept_warnings() as warnings:
-        raw = load_raw_rows(source, cfg, partial(in_processes, processes))
+        examples = load_examples(source, cfg)
     # None: no such split
-    stats = {"examples": 0} if raw is None else _write_rows(task, raw, processes, folder, warnings)
+    stats = {"examples": 0} if examples is None else _write_rows(task, examples, processes, folder, warnings)
     if source.key() != before:
         raise UsageError(f"{source.field}: {source} changed while it was read: start again when it is complete")
     (folder / STATS).write_text(json.dumps(stats))
 
 
-def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_files: dict[str, str]) -> dict[str, Any]:
+def _write_rows(
+    task: Task, examples: Examples, processes: int, folder: Path, of_files: dict[str, str]
+) -> dict[str, Any]:
     """Encode all rows, write them and their arrays of numbers to `folder`, and return the statistics.
 
     `of_files`: the warnings about the files that hold the rows."""
-    source = raw.source
-    count = len(raw.rows)
+    source = examples.source
     with kept_warnings() as warnings:
         _warn_of_dropped_characters(task, source)
-        encode, schema, size = make_encoder(task, raw)
-    blocks = block_ranges(count, size)
-    stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": raw.splits, "blocks": []}
-    stats |= {"row_description": task.row_description, "chats": task.reads_chats, "warnings": {}, "counted": {}}
+        columns, features = inspect_columns(task, examples)
+    schema = features.arrow_schema
+    stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest"), 0) | {"splits": examples.splits, "blocks": []}
+    stats |= {"row_description": with_columns(task.row_description, task.cfg.columns), "chats": task.reads_chats}
+    stats |= {"warnings": {}, "counted": {}}
     _say(of_files | warnings, stats)
     digest = xxhash.xxh3_128(str(schema).encode())
+    count = 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), schema))
-        progress = console.Progress(f"preparing {source.split}", len(blocks), "blocks")
-        for batch, arrays, sums, warnings in stack.enter_context(closing(in_processes(processes, encode, blocks))):
+        progress = console.Progress(f"preparing {source.split}", examples.size(), "bytes")
+        encode = partial(encode_block, task, examples, columns, schema)
+        blocks = stack.enter_context(closing(in_processes(processes, encode, examples.blocks(columns))))
+        for batch, arrays, sums, warnings, size in blocks:
             _say(warnings, stats)
             writer.write_batch(batch)
             digest.update(batch.serialize())
@@ -156,35 +152,16 @@ def _write_rows(task: Task, raw: "RawRows", processes: int, folder: Path, of_fil
                 file.write(arrays[name].tobytes())
             for name, value in zip(SUMS, sums, strict=True):
                 stats[name] += int(value)
+            count += len(arrays["kept"])
             stats["longest"] = max(stats["longest"], int(arrays["lengths"].max(initial=0)))
             stats["blocks"].append(batch.num_rows)
-            progress.update()
+            progress.update(size)
     if not stats["source_rows"]:
         raise UsageError(source.explain_no_rows(count))
     if not stats["targets"]:
         rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
         raise UsageError(f"{source.split} data: {rows}: {_reason_for_no_targets(task, stats)}")
     return stats | {"rows": digest.hexdigest()}
-
-
-def make_encoder(task: Task, raw: "RawRows") -> tuple[Callable[[range], tuple], pa.Schema, int]:
-    """Return (function that encodes a range of raw rows, schema of the prepared rows, bytes of all raw rows)."""
-    source = raw.source
-    refuse_mixed = partial(refuse_mixed_types, raw.rows.features, allowed=task.json_columns, source=source)
-    try:
-        columns, features = task.inspect_columns(raw.rows, source.split)
-    except SeveralTypes as error:
-        refuse_mixed([error.column])
-        raise
-    except pa.ArrowException:  # such as labels of several types
-        refuse_mixed(raw.rows.column_names)
-        raise
-    refuse_mixed(columns)
-    rows = keep_json_text(raw.rows.with_format(None).select_columns(columns))
-    encoded = keep_encoded(rows)
-    size = max(raw.rows.data.nbytes, len(raw.rows) * MEDIA_FILE if encoded.features != rows.features else 0)
-    read = replace(raw, rows=rows if task.decode_media else encoded)
-    return partial(_encode_block, task, read, features.arrow_schema), features.arrow_schema, size
 
 
 def _say(warnings: dict[str, Any], stats: dict[str, Any]) -> None:
@@ -210,36 +187,88 @@ def _reason_for_no_targets(task: Task, stats: dict[str, Any]) -> str:
     return task.without_targets
 
 
-def block_ranges(rows: int, size: int) -> list[range]:
-    """Return the blocks of `rows` rows of `size` bytes, which are encoded together. They depend on nothing else."""
-    parts = max(1, min(rows, -(-size // BLOCK)))
-    step = max(1, min(BLOCK_ROWS, BLOCK * rows // max(1, size)))
-    bounds = [rows * i // parts for i in range(parts + 1)]
-    blocks = []
-    for start, stop in pairwise(bounds):
-        blocks += [range(first, min(first + step, stop)) for first in range(start, stop, step)]
-    return blocks
+def inspect_columns(task: Task, examples: Examples) -> tuple[list[str], Any]:
+    """Return what the task's `inspect_columns` returns for rows whose columns have the names of its parts."""
+    columns = task.cfg.columns
+    examples.name_columns(columns, bool(task.cfg.mixture))
+    with named_in_errors(columns):
+        return task.inspect_columns(examples, examples.source.split)
 
 
-def _encode_block(
-    task: Task, raw: "RawRows", schema: pa.Schema, ids: range
-) -> tuple[pa.RecordBatch, dict, tuple, dict]:
-    """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`, and the warnings about its rows."""
-    kept = raw.source.choose_rows(raw, ids)
-    chosen = ids if kept.all() else (ids.start + np.flatnonzero(kept)).tolist()
-    if not len(chosen):
+def encode_block(
+    task: Task, examples: Examples, columns: list[str], schema: pa.Schema, block: Block
+) -> tuple[pa.RecordBatch, dict, tuple, dict, int]:
+    """Return the prepared rows of a block of raw rows, `ARRAYS` and `SUMS`, the warnings about its rows, its bytes."""
+    size = sum(part.size for part in block)
+    rows = [row for part in block for row in examples.read(part, columns)]
+    kept = examples.source.choose_rows([row.values for row in rows], examples.features)
+    kept |= np.array([bool(row.error) for row in rows], bool)
+    chosen = [rows[i] for i in np.flatnonzero(kept)]
+    if not chosen:
         empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()} | {"kept": kept}
-        return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS), {}
+        return pa.RecordBatch.from_pylist([], schema), empty, (0,) * len(SUMS), {}, size
     with kept_warnings() as warnings:
-        read = read_rows(raw.rows, chosen, raw.describe_row)
-        rows, batch, dropped = encode_rows(task, read, chosen, raw.describe_row, schema)
-    lengths, targets, cut = (np.asarray(rows[name], np.int64) for name in COUNTS)
+        decoded = examples.decode(chosen, columns, task.decode_media)
+        encoded, batch, dropped = encode_rows(task, decoded, columns, schema)
+    lengths, targets, cut = (np.asarray(encoded[name], np.int64) for name in COUNTS)
     hashes = np.array([xxhash.xxh3_64_intdigest(content) for content in _contents(batch)], np.uint64)
     sums = (kept.sum(), lengths.sum(), targets.sum(), (cut > 0).sum(), cut.sum() + dropped.sum(), (targets == 0).sum())
     sums += (_unknown_tokens(task, batch), len(lengths), (dropped > 0).sum())
     if len(dropped) == len(chosen):  # else `encode` makes several rows of one
         kept[kept] = dropped == 0
-    return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums, warnings
+    return batch, {"lengths": lengths.astype(np.int32), "hashes": hashes, "kept": kept}, sums, warnings, size
+
+
+def encode_rows(
+    task: Task, rows: list[Row], columns: list[str], schema: pa.Schema
+) -> tuple[dict[str, list], pa.RecordBatch, np.ndarray]:
+    """Return what the task makes of raw rows, the same as Arrow columns, and what `long_rows` drops of it: for each row
+    that the task's `encode` returns its tokens, 0 for a row that stays.
+
+    If that fails, raise UsageError for the first row that is bad or fails alone, with the number of others."""
+
+    def encode(some: list[Row]) -> tuple[dict[str, list], pa.RecordBatch, np.ndarray]:
+        batch = {name: [row.values[name] for row in some] for name in columns}
+        with named_in_errors(task.cfg.columns):
+            encoded = task.encode(batch, [row.place for row in some])
+        cut = np.asarray(encoded["cut"], np.int64)
+        is_dropped = (cut > 0) & (task.cfg.long_rows == "drop")
+        dropped = (np.asarray(encoded["length"], np.int64) + cut) * is_dropped
+        if is_dropped.any():
+            encoded = {name: [*compress(values, ~is_dropped)] for name, values in encoded.items()}
+        encoded = task.pack(encoded)
+        arrays = [pa.array(encoded[field.name], field.type) for field in schema]
+        return encoded, pa.record_batch(arrays, schema=schema), dropped
+
+    def error_of(row: Row) -> Exception | None:
+        if row.error:
+            return UsageError(f"{row.place}: {row.error}")
+        try:
+            encode([row])
+        except (Failure, MemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    error: Exception | None = None
+    try:
+        if not any(row.error for row in rows):
+            return encode(rows)
+    except (Failure, MemoryError):
+        raise
+    except Exception as failed:
+        error = failed
+    errors = [(row, each) for row in rows if (each := error_of(row))]
+    if not errors:  # each row alone is good
+        assert error is not None
+        raise error
+    row, first = errors[0]
+    text = str(first)
+    if not isinstance(first, UsageError):  # the code of the task may be in error as well as the row
+        traceback.print_exception(first, chain=False)
+        text = f"{row.place}: `encode` of task {task.cfg.task} fails: {type(first).__name__}: {one_line(first, 200)}"
+    raise bad_rows_error(text, len(errors), len(rows)) from first
 
 
 def _unknown_tokens(task: Task, batch: pa.RecordBatch) -> int:
@@ -299,15 +328,19 @@ class Results(torch.utils.data.Dataset):
             return error
 
 
-def in_processes(processes: int, function: Callable[[Any], Any], items: list) -> Generator:
-    """Yield `function(item)` of each item, in order, computed in up to `processes` forked processes."""
-    processes = min(processes, len(items))
-    if processes < 2:
-        yield from map(function, items)
+def in_processes(processes: int, function: Callable[[Any], Any], items: Iterable) -> Generator:
+    """Yield `function(item)` of each item, in order, computed in up to `processes` forked processes.
+
+    Of the items, only those that they are about to need are made."""
+    every = iter(items)
+    first = list(islice(every, processes))
+    every = chain(first, every)
+    if len(first) < 2:
+        yield from map(function, every)
         return
     options = {"worker_init_fn": init_worker, "collate_fn": lambda result: result, "multiprocessing_context": "fork"}
     for result in torch.utils.data.DataLoader(
-        Results(function), batch_size=None, sampler=items, num_workers=processes, **options
+        Results(function), batch_size=None, sampler=every, num_workers=len(first), **options
     ):
         if isinstance(result, Exception):
             raise result

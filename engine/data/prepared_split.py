@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +15,6 @@ import xxhash
 
 from engine.config.run_config import RunConfig
 from engine.data.batch_plan import sizes_of_run
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 COUNTS = ("length", "targets", "cut")  # columns for the batch plan and statistics; not passed to `collate`
 MEDIA = ("Image", "Audio", "Video")  # features of `datasets` that are stored as bytes and a path
@@ -55,14 +51,6 @@ def _is_number(type_: pa.DataType) -> bool:
 
 def _is_list(type_: pa.DataType) -> bool:
     return pa.types.is_list(type_) or pa.types.is_large_list(type_)
-
-
-def keep_encoded(rows: "Dataset") -> "Dataset":
-    """Return `rows` with images, audio and video as {"bytes": …, "path": …}, as they are stored, not decoded."""
-    for name, feature in rows.features.items():
-        if type(feature).__name__ in MEDIA:
-            rows = rows.cast_column(name, type(feature)(decode=False))
-    return rows
 
 
 # ---- a split -----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,6 @@ from engine.storage.git_lfs import refuse_pointers
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-    from engine.data.raw_rows import RawRows
-
 # File suffix -> the builder of `datasets` that reads such files
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".bz2", ".lz4", ".xz", ".zst", ".zip"}  # `datasets` reads them in folders
@@ -109,13 +107,32 @@ class Source:
         """The split that is read."""
         return self.split
 
-    def choose_rows(self, raw: "RawRows", ids: range) -> np.ndarray:
-        """Return for each of these raw rows whether it belongs to this source."""
-        return np.ones(len(ids), bool)
+    def open_file(self, path: str) -> Any:
+        """Open a file that is not on this disk, to read its bytes."""
+        raise NotImplementedError
+
+    @property
+    def first_rows(self) -> int | None:
+        """How many rows are read; None: all."""
+        return None
+
+    def choose_rows(self, rows: list[dict], features: Mapping[str, Any]) -> np.ndarray:
+        """Return for each of these raw rows whether it belongs to this source. `features`: of columns with types."""
+        return np.ones(len(rows), bool)
 
     def explain_no_rows(self, count: int) -> str:
         """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
         return f"{self.split} data: {self} holds no rows"
+
+    def fetch_files(self, builder: "DatasetBuilder", files: list[str], cache: str | None) -> list[str]:
+        """Return where files of a dataset given by name are on this disk; those of the Hub are downloaded."""
+        if self.files:
+            return files
+        from datasets import DownloadConfig, DownloadManager
+
+        folder = os.path.join(cache, "downloads") if cache else None
+        config = DownloadConfig(cache_dir=folder, token=builder.token, use_etag=False)
+        return [str(file) for file in DownloadManager(builder.dataset_name, download_config=config).download(files)]
 
     def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""

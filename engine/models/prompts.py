@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.config.errors import UsageError, errors_of, may_be_removed
 from engine.text.chat_options import CHATS
-from engine.text.chat_turns import read_chat
+from engine.text.chat_turns import read_chat, with_mappings
 from engine.text.tokenize_and_pack import IGNORED, tokenize
 
 Text = str | list[dict]  # a text to continue, or the turns of a chat to answer
@@ -60,6 +60,7 @@ def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, argume
         if of_row is not None:
             template = tokenizer.get_chat_template(tools=chat.tools)
             arguments = arguments | read_variables(of_row, tokenizer, template)
+        chat = with_mappings(chat, tokenizer, tokenizer.get_chat_template(tools=chat.tools))
         text = answer_prompt(tokenizer, chat, arguments)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -72,10 +72,10 @@ def stamped(text: str) -> None:
 class Progress:
     """Prints a line about long work every LINE_SECONDS."""
 
-    def __init__(self, what: str, total: int, unit: str, shown: bool = True):
+    def __init__(self, what: str, total: int | None, unit: str, shown: bool = True):
         self.what = what
         self.n = 0
-        self.of_total = f"of {total:,} {unit}"
+        self.of_total = unit if total is None else f"of {total:,} {unit}"
         self.shown = shown
         self.last_line = time.monotonic()
 

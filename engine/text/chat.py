@@ -17,11 +17,10 @@ from engine.text.chat_options import ChatFormat
 from engine.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
 from engine.text.chat_texts import Render, check_parts, find_texts
 from engine.text.chat_turns import (
-    NO_STRUCTS,
     Chat,
-    Structs,
     read_chat,
     warn_of_unread_keys,
+    with_mappings,
 )
 from engine.text.template_variables import read_variables
 from engine.text.tokenize_and_pack import (
@@ -55,7 +54,6 @@ def encode_chat(
     messages: list[dict],
     location,
     tools: Any,
-    structs: Structs = NO_STRUCTS,
     chat_format: ChatFormat = OWN_FORMAT,
     variables: Any = None,
     columns: str = "`messages`",
@@ -70,10 +68,11 @@ def encode_chat(
             "configs/chat_templates, or a file"
         )
     with errors_of(location, f"{columns} could not be rendered"):
-        chat = read_chat(messages, tools, structs)
+        chat = read_chat(messages, tools)
         # A tokenizer may have one more template for rows with tools.
         own = tokenizer.get_chat_template(tools=chat.tools)
         template = with_fixed_date(chat_format.template or own)
+        chat = with_mappings(chat, tokenizer, template, own)
         values = chat_format.variables | read_variables(variables, tokenizer, template, own)
         contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from engine.config.errors import warn_once
-from engine.text.chat_turns import CALLS, REASONING, Chat
+from engine.text.chat_turns import CALLS, REASONING, Chat, functions_of
 
 Render = Callable[..., str]  # turns, options -> text
 
@@ -149,7 +149,7 @@ def check_parts(render: Render, chat: Chat, rendered: str) -> None:
     for i, turn in enumerate(chat.turns):
         if isinstance(turn["content"], list | dict) and repr(turn["content"]) in rendered:
             raise ValueError(f"the chat template writes the content of turn {i} as Python code: give one string")
-        for function in _functions(turn):
+        for function in functions_of(turn):
             _check_arguments(i, function.get("arguments"), chat, rendered)
 
 
@@ -248,14 +248,6 @@ def _mark_calls(value: Any, owner: Text, texts: list[Text]) -> Any:
         if key in function:
             marked[key] = _mark(function[key], owner, texts)
     return value | {"function": marked} if "function" in value else marked
-
-
-def _functions(turn: dict) -> list[dict]:
-    """Return the functions, with name and arguments, that a turn calls."""
-    calls = list(turn.get("tool_calls") or ())
-    if turn.get("function_call"):
-        calls.append(turn["function_call"])
-    return [call.get("function", call) for call in calls if isinstance(call, dict)]
 
 
 # ---- texts that are not written --------------------------------------------------------------------------------------

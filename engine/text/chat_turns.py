@@ -6,9 +6,8 @@ Tests: tests/engine/text/test_chat.py.
 import functools
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.config.errors import did_you_mean, warn_once
 
@@ -22,21 +21,7 @@ TRAIN_KEYS = ("train", "training", "trainable", "loss", "weight")
 NOT_TRAINED_KEY = "masked"
 PARTLY_TRAINED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
-WRITTEN_BY_USERS = ("arguments", "parameters")  # below these keys a null is a value
-FROM_STRUCTS = ", from structs"  # ends the `id` of a feature of JSON text that is made of structs
 IDENTIFIERS = ("id", "tool_call_id", "type")  # templates may leave them out
-
-
-class Structs(NamedTuple):
-    """Whether Arrow stores a row's turns and tools as structs, which give all of them the same keys.
-
-    Where one has no such key, it reads as null."""
-
-    anywhere: bool = False
-    in_arguments: bool = False  # of calls, or in the parameters of tools, where a null may have been written
-
-
-NO_STRUCTS = Structs()  # as in a .jsonl file: what is written is known
 
 
 @dataclass(frozen=True)
@@ -49,48 +34,20 @@ class Chat:
     is_history: bool = False  # before an answer: what of earlier answers the template leaves out, inference lacks, too
 
 
-def read_chat(messages: Any, tools: Any, structs: Structs = NO_STRUCTS) -> Chat:
+def read_chat(messages: Any, tools: Any) -> Chat:
     """Return the chat that a row says. Raise ValueError for a turn that would not be used as it says."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise ValueError(f"the row holds {type(messages).__name__}, not a list of turns")
-    if structs.anywhere and isinstance(tools, list):  # those that are JSON text have no filled nulls
-        tools = [_drop_filled_nulls(tool, structs, f"the schema of tool {i}") for i, tool in enumerate(tools)]
     tools = _read_tools(tools)
     turns = []
     is_trained = []
     for i, message in enumerate(messages):
         turn = {key: value for key, value in message.items() if value is not None}
-        for name in CALLS:
-            if structs.anywhere and name in turn:
-                turn[name] = _drop_filled_nulls(turn[name], structs, f"the {name} of turn {i}")
         _check_keys(i, turn)
         turn["content"] = _read_content(i, turn)
         is_trained.append(_read_training(i, turn))
         turns.append(turn)
     return Chat(turns, is_trained, tools or None)
-
-
-def find_structs(features: Any, columns: Iterable[str]) -> Structs:
-    """Return which of these columns are structs by their `datasets.Features`; without features, none is."""
-    names: set[str] = set()
-    for column in columns:
-        feature = (features or {}).get(column)
-        if str(getattr(feature, "id", None)).endswith(FROM_STRUCTS):
-            return Structs(anywhere=True, in_arguments=True)
-        _add_keys_of_structs(feature, "", names)
-    return Structs(bool(names), not names.isdisjoint(WRITTEN_BY_USERS))
-
-
-def _add_keys_of_structs(feature: Any, key: str, names: set[str]) -> None:
-    """Add the key of each struct in a feature to `names`; that of a struct below arguments is "arguments"."""
-    if isinstance(feature, dict):
-        names.add(key)
-        for name, inner in feature.items():
-            _add_keys_of_structs(inner, key if key in WRITTEN_BY_USERS else name, names)
-    elif isinstance(feature, list):
-        _add_keys_of_structs(feature[0], key, names)
-    elif hasattr(feature, "feature"):
-        _add_keys_of_structs(feature.feature, key, names)
 
 
 def warn_of_unread_keys(turns: list[dict], template: str) -> None:
@@ -180,55 +137,71 @@ def _read_content(i: int, turn: dict) -> Any:
 # ---- tools and nulls -------------------------------------------------------------------------------------------------
 
 
-def _read_tools(tools: Any) -> Any:
-    """Return the tools of a row; a text is JSON, and an empty one None. Raise ValueError if they are no list of dicts."""
-    if isinstance(tools, str) and not tools.strip():
-        return None
+def from_json(value: Any, name: str) -> Any:
+    """Return the value of JSON text, None for an empty text, and any other value as it is.
+
+    For what has to be a mapping or a list. Raise ValueError, which begins with `name`, for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        if isinstance(tools, list):
-            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`tools` of the row is text, but not JSON: {error}") from error
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ValueError(f"{name} is text, but not JSON: {error}") from error
+
+
+def _read_tools(tools: Any) -> Any:
+    """Return the tools of a row; any of them may be JSON text. Raise ValueError if they are no list of dicts."""
+    name = "`tools` of the row"
+    tools = from_json(tools, name)
+    if isinstance(tools, list):
+        tools = [from_json(tool, name) for tool in tools]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(
-            "`tools` of the row is not a list of functions, each as a mapping with its name and parameters"
-        )
+        raise ValueError(f"{name} is not a list of functions, each as a mapping with its name and parameters")
     return tools
 
 
-def _drop_filled_nulls(value: Any, structs: Structs, where: str) -> Any:
-    """Return a value of structs without the keys that are null; raise ValueError if one of them may have been written."""
+def with_mappings(chat: Chat, tokenizer: Any, *templates: str) -> Chat:
+    """Return the chat with the arguments of calls as mappings instead of JSON text, if one of the templates wants that.
+
+    Others write JSON text as it is."""
+    texts = [isinstance(function.get("arguments"), str) for turn in chat.turns for function in functions_of(turn)]
+    if not any(texts) or not any(_wants_mappings(tokenizer, template) for template in templates):
+        return chat
+    return replace(chat, turns=[_with_mappings(i, turn) for i, turn in enumerate(chat.turns)])
+
+
+def functions_of(turn: dict) -> list[dict]:
+    """Return the functions, with name and arguments, that a turn calls."""
+    calls = list(turn.get("tool_calls") or ())
+    if turn.get("function_call"):
+        calls.append(turn["function_call"])
+    return [call.get("function", call) for call in calls if isinstance(call, dict)]
+
+
+def _with_mappings(i: int, value: Any) -> Any:
+    """Return a turn, or a part of it, with `arguments` as mappings."""
     if isinstance(value, list):
-        return [_drop_filled_nulls(item, structs, where) for item in value]
+        return [_with_mappings(i, item) for item in value]
     if not isinstance(value, dict):
         return value
-    without = {}
-    for key, item in value.items():
-        if key not in WRITTEN_BY_USERS:
-            item = _drop_filled_nulls(item, structs, where)
-        elif structs.in_arguments and _path_of_null(item):
-            raise ValueError(
-                f"{where} has null for {_path_of_null(item)}: in a column of structs, as Parquet stores it, a null and a "
-                f"missing key are the same: store {key} as JSON text, or the rows as .jsonl"
-            )
-        if item is not None:
-            without[key] = item
-    return without
+    value = value | {key: _with_mappings(i, value[key]) for key in (*CALLS, "function") if key in value}
+    if isinstance(value.get("arguments"), str):
+        value["arguments"] = from_json(value["arguments"], f"`arguments` of turn {i}") or {}
+    return value
 
 
-def _path_of_null(value: Any) -> str:
-    """Return the keys, joined with dots, of the first null in nested dicts and lists, or an empty text."""
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    else:
-        return ""
-    for key, item in items:
-        if item is None:
-            return str(key)
-        path = _path_of_null(item)
-        if path:
-            return f"{key}.{path}"
-    return ""
+@functools.lru_cache
+def _wants_mappings(tokenizer: Any, template: str) -> bool:
+    """Return whether a template writes arguments that are a mapping, but refuses JSON text, or quotes it again."""
+    text = '{"key": "Zq7x"}'
+
+    def render(arguments: Any) -> str:
+        call = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
+        except Exception:
+            return ""
+
+    as_text = render(text)
+    return (not as_text or json.dumps(text) in as_text) and "Zq7x" in render(json.loads(text))

@@ -6,6 +6,7 @@ Tests: tests/src/tasks/test_text_classification.py.
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +15,9 @@ from engine.config.addons import used_addons
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 
-SEVERAL_TYPES = "values of several types"  # the `id` of a feature of JSON text
 SEVERAL_LABELS = (
     "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
 )
-
-
-class SeveralTypes(UsageError):
-    """A column of labels holds several types. Code that knows the files names the row."""
-
-    def __init__(self, column: str, split: str):
-        super().__init__(f"{split} data: `{column}` holds values of several types: use one type for all rows")
-        self.column = column
 
 
 @dataclass(frozen=True)
@@ -48,14 +40,8 @@ class Labels:
         return replace(labels, names=labels.of_data(cfg, examples.unique(self.column), split))
 
     def inspect(self, examples: Any, split: str) -> "Labels":
-        """Return the labels for a split whose rows hold one label each. Raise UsageError for other columns."""
-        feature = (examples.features or {}).get(self.column)
-        if str(getattr(feature, "id", None)).startswith(SEVERAL_TYPES):
-            raise SeveralTypes(self.column, split)
-        is_nested = isinstance(feature, dict | list) or hasattr(feature, "feature") or type(feature).__name__ == "Json"
-        if is_nested:
-            raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}")
-        return replace(self, names_of_column=getattr(feature, "names", None))
+        """Return the labels for a split, with the names of a ClassLabel column."""
+        return replace(self, names_of_column=getattr(examples.features.get(self.column), "names", None))
 
     def of_data(self, cfg: RunConfig, values: Iterable, split: str) -> list[str]:
         """Return the names of a ClassLabel column, else the labels in `values`, all of a split.
@@ -78,14 +64,15 @@ class Labels:
         return names
 
     def _distinct(self, values: Iterable, split: str) -> list[str]:
-        """Return the labels in `values`, each once; numbers are sorted by value: 2 before 10."""
+        """Return the labels in `values`, each once; integers, also those of CSV files, by value: 2 before 10."""
         try:
             distinct = set(values) - {None}
         except TypeError as error:  # lists cannot be compared
             raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}") from error
-        ordered = sorted(distinct, key=lambda value: (str(type(value)), value))
+        are_integers = all(re.fullmatch(r"-?[0-9]+", str(value)) for value in distinct)
+        ordered = sorted(distinct, key=lambda value: (int(value) if are_integers else 0, str(type(value)), value))
         for value in ordered:
-            if isinstance(value, float | bytes) or value == -100:
+            if isinstance(value, float | bytes) or str(value) == "-100":
                 raise UsageError(
                     f"{split} data: `{self.column}` holds {value}, which is no class: give names or integers from 0"
                 )
@@ -130,12 +117,15 @@ class Labels:
         set_labels(config, self.names or [])
 
 
-def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
-    """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
+def require_columns(examples: Any, columns: list[str], split: str) -> list[str]:
+    """Return `columns`. Raise UsageError if one of them is missing."""
     for column in columns:
         if column not in examples.column_names:
             columns_of_split = ", ".join(examples.column_names)
-            raise UsageError(f"{split} data: there is no column `{column}` among {columns_of_split}: set {flags}")
+            raise UsageError(
+                f"{split} data: there is no column `{column}` among {columns_of_split}: if it has another name, give "
+                f"--columns '{{{column}: NAME}}'"
+            )
     return columns
 
 

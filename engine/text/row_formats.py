@@ -1,276 +1,266 @@
-"""Rows of other trainers as chats: ShareGPT's conversations, Alpaca's instructions, prompts with completions.
+"""Formats of rows: the parts that a row has, and a function that makes a chat, texts or ids of them.
 
-Turns become those that a chat template takes (engine/text/chat_turns.py). A row that would lose a part is refused.
-Tests: tests/engine/text/test_row_formats.py.
+Add a format here: its function, and a line in FORMATS. Tests: tests/engine/text/test_row_formats.py.
 """
 
-import json
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from decimal import Decimal
+from typing import Any, NamedTuple
 
-from engine.config.errors import warn_once
-from engine.text.chat_turns import ASSISTANT_NAMES, NOT_TRAINED_KEY, TRAIN_KEYS
+from engine.config.errors import UsageError, errors_of, warn_once
+from engine.text.chat_turns import MEDIA_KEYS, from_json
+from engine.text.foreign_turns import read_turns, split_prompt, wrap_tools
+from engine.text.row_columns import warn_of_ignored
 
-# Roles as ShareGPT, LLaMA-Factory, axolotl and unsloth name them -> as templates do. Names that mean a call, or a call or
-# its result, stand below.
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "chatgpt": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "tool_response": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function-response": "tool",
-} | dict.fromkeys(ASSISTANT_NAMES, "assistant")
-CALL_ROLES = ("function_call", "function-call", "tool_call")
-FUNCTION = "function"  # OpenAI's name of a result; where no call goes before it, perhaps of a call
-THINK_END = "</think>"
+VARIABLES = "chat_template_kwargs"  # the variables of the chat template
+OF_CHATS = ("tools", VARIABLES, *MEDIA_KEYS)  # parts that may stand beside chats; those of files have to be empty
+RATINGS = ("label", "kto_tag")  # whether an answer is good
 
 # The layout of Stanford Alpaca, for tokenizers without a chat template. A system text replaces the first paragraph.
 TASK = "Below is an instruction that describes a task"
 REQUEST = "Write a response that appropriately completes the request."
 
 
-# ---- turns -----------------------------------------------------------------------------------------------------------
+class Texts(NamedTuple):
+    """A row of text: what is trained on, after a prompt if there is one."""
+
+    text: str
+    prompt: str | None = None
 
 
-def read_turns(turns: Any, other_roles: bool = False) -> Any:
-    """Return turns with `role` and `content`, made of those with `from` and `value`.
+class ChatRow(NamedTuple):
+    """A row of any format of chats, as a template takes it."""
 
-    `other_roles`: also of those with `role` the names are ShareGPT's. Raise ValueError for a turn that says its role or
-    text twice, or whose role has no meaning."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return turns  # read_chat refuses it
-    read = []
-    before = ""  # the role of the turn before
-    for i, turn in enumerate(turns):
-        if other_roles or turn.get("from") is not None:
-            turn = _read_turn(i, turn, before)
-        before = turn.get("role")
-        read.append(turn)
-    return read
+    turns: Any
+    tools: Any
+    variables: Any  # of the template, as the row gives them
+    note: str = ""  # added to an error: how its turns are counted
 
 
-def _read_turn(i: int, turn: dict, before: str) -> dict:
-    """Return turn `i` of ShareGPT as templates take it, without its nulls."""
-    turn = {key: value for key, value in turn.items() if value is not None}
-    if "value" in turn:
-        text = turn.pop("value")
-        if turn.setdefault("content", text) != text:
-            raise ValueError(f"turn {i} has `value` and `content`, which differ: remove one of them")
-    names = [turn.pop(key) for key in ("role", "from") if key in turn]
-    if not names:
-        return turn  # read_chat refuses it
-    calls = [isinstance(name, str) and name.strip().lower() in CALL_ROLES for name in names]
-    if any(calls):
-        return _read_call(i, turn)
-    roles = {_role_of(i, name, before) for name in names}
-    if len(roles) > 1:
-        raise ValueError(f"turn {i} has `role` {names[0]!r} and `from` {names[1]!r}: remove one of them")
-    return {"role": roles.pop()} | turn
+class Ids(NamedTuple):
+    """A row of token ids."""
+
+    ids: list
+    labels: list
 
 
-def _role_of(i: int, name: Any, before: str) -> str:
-    role = name.strip().lower() if isinstance(name, str) else None
-    if role == FUNCTION:
-        if before in ("assistant", "tool"):
-            return "tool"
-        raise ValueError(
-            f"turn {i} has the role {name!r}, but no call goes before it: name it function_call if it is a call, or tool"
-        )
-    if role not in ROLES:
-        known = ", ".join([*ROLES, *CALL_ROLES])
-        raise ValueError(f"turn {i} has the role {name!r}, which has no meaning here: known are {known}")
-    return ROLES[role]
+class Format(NamedTuple):
+    """A format of rows. `read` makes of a row, {part: value}, what the Encoder takes; it raises ValueError if it cannot."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[dict[str, Any]], Texts | ChatRow | Ids]
+    plan: str  # how rows are read
+    is_chat: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.required + self.optional
 
 
-def _read_call(i: int, turn: dict) -> dict:
-    """Return a turn of LLaMA-Factory whose text is calls, as JSON, as the assistant's turn that calls.
+# ---- from a row to a chat, texts or ids ------------------------------------------------------------------------------
 
-    Reasoning may stand before the JSON, up to </think>."""
-    text = turn.pop("content", "")
-    before, tag, rest = text.rpartition(THINK_END) if isinstance(text, str) else ("", "", text)
-    try:
-        calls = json.loads(rest) if isinstance(rest, str) else rest
-    except json.JSONDecodeError as error:
-        raise ValueError(f"turn {i} is a function_call, but its text is no JSON: {error}") from error
-    calls = calls if isinstance(calls, list) and calls else [calls]
-    functions = []
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+
+def read_ids(row: dict) -> Ids:
+    """Return a row of `input_ids`; without `labels` all of them are targets. Raise ValueError for padding."""
+    ids, labels, mask = (from_json(row.get(name), f"`{name}`") for name in ("input_ids", "labels", "attention_mask"))
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if values is None or (isinstance(values, list) and None in values):
+            raise ValueError("`input_ids` or `labels` is or holds null")
+        types = {*map(type, values)} if isinstance(values, list) else {type(values)}
+        if not isinstance(values, list) or not types <= {int, float, Decimal}:  # stored as fractions or decimals
+            first_type = min(each.__name__ for each in types)
+            raise ValueError(f"`{name}` holds {first_type}: give a list of integers for each row")
+        if not types <= {int} and any(value % 1 for value in values):
+            raise ValueError(f"`{name}` holds a number that is not whole")
+    if len(labels) != len(ids):
+        raise ValueError(f"`labels` has {len(labels)} values for {len(ids)} input_ids")
+    if mask is not None and mask != [1] * len(ids):
+        raise ValueError("`attention_mask` is not 1 for each of the input_ids: remove the padding")
+    return Ids(ids, labels)
+
+
+def read_text(row: dict) -> Texts:
+    """Return a row of `text`."""
+    return Texts(_text(row, "text"))
+
+
+def read_pair(row: dict) -> Texts:
+    """Return a prompt and its completion, both text."""
+    return Texts(_text(row, "completion"), _text(row, "prompt"))
+
+
+def read_messages(row: dict) -> ChatRow:
+    """Return a row of `messages`, whose roles have the names that templates know."""
+    with errors_of("`messages`"):
+        return _chat(read_turns(row["messages"], "it"), row, row.get("tools"))
+
+
+def read_conversations(row: dict) -> ChatRow:
+    """Return a row of `conversations`, whose roles may have ShareGPT's names."""
+    with errors_of("`conversations`"):
+        turns = read_turns(row["conversations"], "it", other_roles=True)
+        return _chat(turns, row, wrap_tools(row.get("tools")))
+
+
+def read_chat_pair(row: dict) -> ChatRow:
+    """Return a prompt and its completion, text or turns, as a chat."""
+    before, answer = split_prompt(row["prompt"], row["completion"], ("prompt", "completion"))
+    chat = _chat([*before, *answer], row, row.get("tools"))
+    return chat._replace(note=chat.note or " (turns are counted from the first one of `prompt`)")
+
+
+def read_instruction(row: dict) -> ChatRow:
+    """Return a row of Alpaca as a chat. The answers of `history` are turns as others."""
+    turns = []
+    for question, answer in _history(row):
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    request = [text for text in (_text(row, "instruction"), _text(row, "input", is_optional=True)) if text.strip()]
+    turns.append({"role": "user", "content": "\n\n".join(request)})
+    turns.append({"role": "assistant", "content": _text(row, "output")})
+    return _chat(turns, row, wrap_tools(row.get("tools")))
+
+
+def lay_out_instruction(row: dict) -> Texts:
+    """Return a row of Alpaca as Stanford's training wrote it, for tokenizers without a chat template."""
+    for part in ("history", "tools"):
+        if from_json(row.get(part), f"`{part}`"):
             raise ValueError(
-                f"turn {i} is a function_call: its text has to be JSON with `name` and `arguments`, or a list of such"
+                f"`{part}` of an instruction needs a chat template, which the tokenizer has not: give --chat_template "
+                "chatml, or another one"
             )
-        unread = sorted(call.keys() - {"name", "arguments"})
-        if unread:
-            raise ValueError(f"turn {i} is a function_call with `{unread[0]}` beside `name` and `arguments`: remove it")
-        functions.append({"type": "function", "function": call})
-    return {"role": "assistant", "content": before + tag} | turn | {"tool_calls": functions}
+    request = f"### Instruction:\n{_text(row, 'instruction')}"
+    task = f"{TASK}. {REQUEST}"
+    more = _text(row, "input", is_optional=True)
+    if more.strip():
+        task = f"{TASK}, paired with an input that provides further context. {REQUEST}"
+        request = f"{request}\n\n### Input:\n{more}"
+    task = _text(row, "system", is_optional=True).strip() or task
+    return Texts(_text(row, "output"), f"{task}\n\n{request}\n\n### Response:\n")
 
 
-def read_tools(tools: Any) -> Any:
-    """Return tools each as `{"type": "function", "function": …}`, as templates take them.
-
-    JSON text stays text: unlike in structs, a null in it was written."""
-    if isinstance(tools, str):
-        return _change_json(tools, read_tools)
-    if isinstance(tools, list):
-        return [_wrap(tool) for tool in tools]
-    return tools
-
-
-def _wrap(tool: Any) -> Any:
-    if isinstance(tool, str):
-        return _change_json(tool, _wrap)
-    if not isinstance(tool, dict) or tool.get("function") is not None or not tool.get("name"):
-        return tool
-    if tool.get("type") not in (None, "function"):
-        return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+def _text(row: dict, part: str, is_optional: bool = False) -> str:
+    """Return a part that is text; an optional one may be missing."""
+    value = row.get(part)
+    if is_optional and not value:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"`{part}` holds {'nothing' if value is None else type(value).__name__}, not text")
+    return value
 
 
-def _change_json(text: str, change: Callable[[Any], Any]) -> str:
-    """Return JSON text with its value changed; read_chat refuses text that is no JSON."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return text if isinstance(value, str) else json.dumps(change(value))
+def as_bool(value: Any) -> Any:
+    """Return what may be a bool as one, also where it is text, as in CSV; any other value as it is."""
+    return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
-def with_system(turns: Any, system: Any, column: str) -> tuple[Any, str]:
-    """Return (the turns with a system text of its own column before them, a note on how they are counted then)."""
+def _history(row: dict) -> Iterator[tuple[str, str]]:
+    """Yield the questions and answers before an instruction. Raise ValueError if they are no list of such pairs."""
+    history = from_json(row.get("history"), "`history`") or []
+    if not isinstance(history, list):
+        raise ValueError("`history` is no list of questions with their answers")
+    for i, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"`history` has no question with its answer, two texts, at place {i}")
+        yield pair[0], pair[1]
+
+
+def _chat(turns: Any, row: dict, tools: Any) -> ChatRow:
+    """Return turns with what stands beside them in a row."""
+    turns, note = with_system(turns, row.get("system"))
+    return ChatRow(turns, tools, row.get(VARIABLES), note)
+
+
+def with_system(turns: Any, system: Any) -> tuple[Any, str]:
+    """Return (turns with the text of `system` before them, a note on how they are counted then)."""
     if system is None or (isinstance(system, str) and not system.strip()) or not isinstance(turns, list):
         return turns, ""
     if not isinstance(system, str):
-        raise ValueError(f"`{column}` holds {type(system).__name__}, not text")
+        raise ValueError(f"`system` holds {type(system).__name__}, not text")
     first = turns[0] if turns else {}
     if isinstance(first, dict) and first.get("role") == "system":
         if first.get("content") != system:
-            raise ValueError(f"`{column}` and turn 0 are both system texts, and differ: remove one of them")
+            raise ValueError("`system` and turn 0 are both system texts, and differ: remove one of them")
         return turns, ""
-    return [{"role": "system", "content": system}, *turns], f" (turn 0 is `{column}`)"
+    return [{"role": "system", "content": system}, *turns], " (turn 0 is `system`)"
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- the formats, the first one first that a row with the parts of several has ---------------------------------------
+
+ANSWERS = "loss on the assistant's turns"
+PAIR = ("prompt", "completion")
+ALPACA = (("instruction", "output"), ("input", "history", *RATINGS, "tools", "system", VARIABLES, *MEDIA_KEYS))
+ALPACA_PARTS = "`instruction`, `input` and `output`"
+
+IDS = Format(("input_ids",), ("labels", "attention_mask"), read_ids, "`input_ids` as they are")
+MESSAGES = Format(("messages",), (*OF_CHATS, "label"), read_messages, f"`messages` as chats: {ANSWERS}", True)
+TEXT_PAIRS = Format(
+    PAIR,
+    ("label", *MEDIA_KEYS),
+    read_pair,
+    "`prompt` and `completion` as text, without a chat template: loss on `completion`",
+)
+CHAT_PAIRS = Format(
+    PAIR,
+    (*OF_CHATS, "label"),
+    read_chat_pair,
+    f"`prompt` and `completion` as chats: {ANSWERS} of `completion`",
+    True,
+)
+TEXT = Format(("text",), (), read_text, "`text`: loss on every token")
+CONVERSATIONS = Format(
+    ("conversations",),
+    (*RATINGS, "system", *OF_CHATS),
+    read_conversations,
+    f"`conversations` as chats: {ANSWERS}",
+    True,
+)
+INSTRUCTIONS = Format(
+    *ALPACA, read_instruction, f"{ALPACA_PARTS} as chats of user and assistant: {ANSWERS}", is_chat=True
+)
+LAID_OUT = Format(
+    *ALPACA,
+    lay_out_instruction,
+    f"{ALPACA_PARTS} in Alpaca's layout, as the tokenizer has no chat template: loss on `output`",
+)
+FORMATS = (IDS, MESSAGES, TEXT_PAIRS, TEXT, CONVERSATIONS, INSTRUCTIONS)
+PARTS = tuple(dict.fromkeys(part for each in FORMATS for part in (*each.parts, "system") if part not in MEDIA_KEYS))
 
 
-def read_instruction(
-    instruction: str, more: str | None, output: str, history: Any, system: Any, system_column: str
-) -> tuple[list[dict], str]:
-    """Return (a row of Alpaca as turns, a note on how they are counted). The answers of `history` are turns as others."""
-    turns = []
-    for question, answer in read_history(history):
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    request = "\n\n".join(text for text in (instruction, more) if text and text.strip())
-    turns += [{"role": "user", "content": request}, {"role": "assistant", "content": output}]
-    return with_system(turns, system, system_column)
+def choose_format(
+    formats: Collection[Format], named: Collection[str], columns: list[str], split: str, is_mixed: bool, first: Callable
+) -> Format:
+    """Return the first format whose parts are there; one with a part of its own that the run file names goes before others.
 
-
-def read_history(history: Any) -> list[tuple[str, str]]:
-    """Return the questions and answers before an instruction. Raise ValueError if it is no list of such pairs."""
-    pairs = []
-    for i, pair in enumerate(history or ()):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise ValueError(f"`history` has no question with its answer, two texts, at place {i}")
-        pairs.append((pair[0], pair[1]))
-    if history and not isinstance(history, list):
-        raise ValueError("`history` is no list of questions with their answers")
-    return pairs
-
-
-def lay_out_instruction(instruction: str, more: str | None, system: str | None) -> str:
-    """Return an instruction as Stanford Alpaca writes it, up to the response."""
-    if more and more.strip():
-        task = f"{TASK}, paired with an input that provides further context. {REQUEST}"
-        request = f"### Instruction:\n{instruction}\n\n### Input:\n{more}"
-    else:
-        task = f"{TASK}. {REQUEST}"
-        request = f"### Instruction:\n{instruction}"
-    return f"{(system or '').strip() or task}\n\n{request}\n\n### Response:\n"
-
-
-def join_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> list[dict]:
-    """Return a prompt and its completion as a chat, as split_prompt reads them."""
-    before, answer = split_prompt(prompt, completion, names)
-    return [*before, *answer]
-
-
-def split_prompt(prompt: Any, completion: Any, names: tuple[str, str]) -> tuple[list[dict], list[dict]]:
-    """Return (the turns of a prompt, which are not trained on, the turns of its completion that follow them).
-
-    A text beside turns is what the user says, or the assistant answers. The completion may repeat the turns of the
-    prompt. Raise ValueError if it is not clear which turns are the prompt. `names`: the columns of both."""
-    prompt_name, name = names
-    answer = read_answer(completion, name)
-    if isinstance(prompt, str):
-        first = next((i for i, turn in enumerate(answer) if turn.get("role") != "system"), 0)
-        if answer[first].get("role") == "assistant":
-            return [*answer[:first], {"role": "user", "content": prompt}], answer[first:]
-        count = _turns_with(prompt, answer)
-        if not count:
-            raise ValueError(
-                f"`{prompt_name}` is text that no turn of the user in `{name}` says: begin `{name}` with the assistant's "
-                f"turn, or remove `{prompt_name}`"
-            )
-        return not_trained(answer[:count], prompt_name), answer[count:]
-    turns = _as_turns(prompt, "user", prompt_name)
-    if turns and answer[: len(turns)] == turns:
-        answer = answer[len(turns) :]
-        if not answer:
-            raise ValueError(f"`{name}` has no turn after those of `{prompt_name}`")
-    if turns and turns[-1].get("role") == "assistant" and answer[0].get("role") == "assistant":
-        raise ValueError(
-            f"`{prompt_name}` ends with a turn of the assistant, and `{name}` begins with one: write them as one turn of "
-            f"`{name}`"
+    Raise UsageError if the data lacks a part that it needs beside these; in a mixture, whose sources may have other formats
+    (`is_mixed`), warn of it. Warn of columns with a meaning elsewhere that are not used. `first`: the first value of a
+    column."""
+    asked = [each for each in formats if own_parts(each, formats) & {*named}]
+    for part in [part for each in asked for part in each.required if part not in (*columns, *named)]:
+        problem = f"{split} data: `{part}` is not among the columns {', '.join(columns)}"
+        if not is_mixed:
+            raise UsageError(f"{problem}: give --columns '{{{part}: COLUMN}}'")
+        warn_once(f"{problem}; its rows are read by their other columns")
+    fitting = [each for each in formats if {*each.required} <= {*columns}]
+    if not fitting:
+        needed = "; or ".join(" and ".join(f"`{part}`" for part in each.required) for each in formats)
+        raise UsageError(
+            f"{split} data: no usable column among {', '.join(columns)}: a row needs {needed}; if they have other names, "
+            "give --columns '{PART: COLUMN, …}'"
         )
-    return not_trained(turns, prompt_name), answer
+    chosen = min(fitting, key=lambda each: each not in asked)
+    # Beside `messages`, a system text is read only if the run file names its column: it was never read there.
+    if "system" in named and chosen.is_chat and "system" not in chosen.optional:
+        chosen = chosen._replace(optional=(*chosen.optional, "system"))
+    used = [part for part in chosen.parts if part in columns]
+    used = [part for part in used if part not in RATINGS or isinstance(as_bool(first(part)), bool)]
+    others = [each.required[0] for each in fitting if each.required != chosen.required]
+    hint = f" (to read others, give --columns '{{{others[0]}: {others[0]}}}')" if others else ""
+    warn_of_ignored(columns, used, split, {*named, *(part for each in fitting for part in each.parts)}, hint)
+    return chosen
 
 
-def read_answer(answer: Any, name: str) -> list[dict]:
-    """Return an answer, text or turns, as turns. Raise ValueError if it has none. `name`: its column."""
-    turns = _as_turns(answer, "assistant", name)
-    if not turns:
-        raise ValueError(f"`{name}` has no turn")
-    return turns
-
-
-def _as_turns(value: Any, role: str, name: str) -> list[dict]:
-    """Return a text as one turn of `role`, one turn as a list, and a list of turns with roles as templates name them."""
-    if value is None:
-        raise ValueError(f"`{name}` holds nothing")
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise ValueError(f"`{name}` is not a list of turns, nor text")
-    turns = read_turns([{key: item for key, item in turn.items() if item is not None} for turn in value])
-    for i, turn in enumerate(turns):
-        if not isinstance(turn.get("role"), str):
-            raise ValueError(f"turn {i} of `{name}` has no role")
-    return turns
-
-
-def _turns_with(text: str, turns: list[dict]) -> int:
-    """Return the number of turns up to the first one of the user that says `text`, 0 if none does."""
-    for i, turn in enumerate(turns):
-        content = turn.get("content")
-        if turn.get("role") == "user" and isinstance(content, str) and content.strip() == text.strip():
-            return i + 1
-    return 0
-
-
-def not_trained(turns: Iterable[dict], name: str) -> list[dict]:
-    """Return turns that are not trained on, whatever they say; warn if they say otherwise. `name`: their column."""
-    excluded = []
-    for turn in turns:
-        asked = [key for key in TRAIN_KEYS if turn.get(key)]
-        if asked and turn.get("role") == "assistant":
-            warn_once(f"`{asked[0]}` of turns of `{name}` is not used: only what follows it is trained on")
-        kept = {key: value for key, value in turn.items() if key not in (*TRAIN_KEYS, NOT_TRAINED_KEY)}
-        excluded.append(kept | {"train": False})
-    return excluded
+def own_parts(one: Format, formats: Collection[Format]) -> set[str]:
+    """Return the parts that no other of these formats has."""
+    return {*one.parts} - {part for each in formats if each is not one for part in each.parts}

@@ -94,7 +94,7 @@ def _choose_given(tokenizer: Any, given: str) -> Choice:
             f"{did_you_mean(given, families)}"
         )
     with errors_of(f"chat_template: {given} cannot be read"):
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.chat_template = file.read_text(encoding="utf-8-sig")
     with errors_of(f"chat_template: {given} is not a Jinja template"):
         names_in(tokenizer.chat_template)
     return Choice(OWN, None, f"the file {given}, as chat_template says; final/ has it, too")

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config.errors import warn_once
 from engine.text.chat_spans import END_GENERATION, GENERATION
+from engine.text.chat_turns import from_json
 
 THINKING = frozenset({"enable_thinking", "thinking"})  # false: the prompt lets no model reason
 DEFAULTS = re.compile(r"\{#- defaults of a run: (.*) -#\}\n")  # see with_defaults
@@ -78,10 +79,7 @@ def read_variables(given: Any, tokenizer: Any, *templates: str) -> dict[str, Any
     """Return the variables that a row gives, a mapping or JSON text, without nulls and those that no template reads.
 
     Raise ValueError for another value."""
-    try:
-        values = json.loads(given) if isinstance(given, str) else given
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`chat_template_kwargs` of the row is text, but not JSON: {error}") from error
+    values = from_json(given, "`chat_template_kwargs` of the row")
     if values is None:
         return {}
     if not isinstance(values, dict):

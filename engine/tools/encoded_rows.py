@@ -8,14 +8,15 @@ import inspect
 import json
 import os
 from contextlib import contextmanager
+from itertools import islice
 
 from engine.config import parsing
 from engine.config.add_on import AddOn, overrides
 from engine.config.addons import used_addons
 from engine.config.errors import Failure
 from engine.data.dataset import load_task, resolve_sources
-from engine.data.prepare import encode_files, make_encoder
-from engine.data.raw_rows import load_raw_rows
+from engine.data.examples import load_examples
+from engine.data.prepare import encode_files, encode_rows, inspect_columns
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
 from engine.task_registry import OPTIONS, Task, make_task
@@ -66,13 +67,14 @@ def main(argv: list[str]) -> None:
     with variables_read(task) as read:
         for split, sources in resolve_sources(cfg).items():
             for name, source in sources.items():
-                raw = None if source.computed or (streams and split == "train") else load_raw_rows(source, cfg)
-                if raw is None:
+                examples = None if source.computed or (streams and split == "train") else load_examples(source, cfg)
+                if examples is None:
                     continue
-                encode, _, _ = make_encoder(task, raw)
-                rows, *_ = encode(range(min(ROWS, len(raw.rows))))
-                for column in rows.schema.names:
-                    values = repr(rows[column].to_pylist()).encode()
+                columns, features = inspect_columns(task, examples)
+                rows = examples.decode([*islice(examples.rows(columns), ROWS)], columns, task.decode_media)
+                _, batch, _ = encode_rows(task, rows, columns, features.arrow_schema)
+                for column in batch.schema.names:
+                    values = repr(batch[column].to_pylist()).encode()
                     hashes[f"{column} of {split} data {name}".strip()] = hashlib.sha256(values).hexdigest()
     if read - declared:
         raise Failure(

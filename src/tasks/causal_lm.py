@@ -31,7 +31,7 @@ from engine.models.router_loss import RouterLoss
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions, make_chat_format
 from engine.text.encode_rows import Encoder
-from engine.text.row_columns import RowColumns, named_columns
+from engine.text.row_formats import PARTS
 from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
@@ -39,7 +39,7 @@ from src.losses.metrics import check_metrics, compute_metrics
 
 
 @dataclass
-class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
+class Options(CrossEntropy, ChatOptions, AnswerOptions):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -50,7 +50,6 @@ class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
         "pack documents into full rows, without attention across; whole: long ones are cut as without it, not split",
         False,
     )
-    text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     router_aux_loss_coef: float | None = option(
         "weight of the load-balancing loss of a mixture of experts, computed row by row (default: the model's own if its "
         "output_router_logits is true, else 0)",
@@ -72,6 +71,7 @@ class Options(CrossEntropy, RowColumns, ChatOptions, AnswerOptions):
 class Task(base.Task):
     attributes_from_weights: tuple[str, ...] = ("plain_head", "packed_attention", "generation_config")
     can_shorten = True
+    parts = PARTS
 
     def load(self) -> None:
         options = self.options
@@ -85,15 +85,10 @@ class Task(base.Task):
         self.cut_by_cost = self.cut_by_cost and not options.packing
         self.has_one_width = options.packing and self.cfg.compile and shapes_repeat(self.cfg)
         splits = options.packing is True and self.cfg.long_rows == "cut"
-        self.row_settings: tuple[Any, ...]
-        self.row_settings = (self.vocab_size, self.max_length, splits, options.text_column, options.append_eos)
-        named = named_columns(options)
-        if named:  # else the fingerprint is that of runs before these options
-            self.row_settings += (named,)
+        self.row_settings = (self.vocab_size, self.max_length, splits, options.append_eos)
         self.encoder = Encoder(
-            self.tokenizer, *self.row_settings, chat_format=self.chat_format, is_mixed=bool(self.cfg.mixture)
+            self.tokenizer, *self.row_settings, [*self.cfg.columns], self.chat_format, is_mixed=bool(self.cfg.mixture)
         )
-        self.json_columns = (*base.Task.json_columns, *self.encoder.nested_columns())
         self.router = RouterLoss(self.config, options.router_aux_loss_coef)
         self.generation = Generation(options, self.tokenizer, self.config)
         metrics = options.metrics if self.generation.answers_rows else []
@@ -109,10 +104,9 @@ class Task(base.Task):
         from datasets import Features, List, Value
 
         self.encoder = replace(self.encoder)  # each split may have another format
-        needed, columns = self.encoder.choose(examples.column_names, split, examples.features)
-        self.row_description = self.encoder.describe()
-        self.reads_chats = self.encoder.reads_chats
-        self.optional_columns = self.encoder.optional_columns()
+        needed, columns = self.encoder.choose(examples.column_names, split, examples.first)
+        self.row_description = self.encoder.format.plan
+        self.reads_chats = self.encoder.format.is_chat
         if self.options.packing:
             columns = [*columns, "documents"]  # lengths of the documents in a row
         types: dict[str, Any] = {}

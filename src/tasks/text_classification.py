@@ -1,7 +1,7 @@
 """Text classification or regression with any encoder, and metrics such as F1 or the Pearson correlation.
 
 A row is {"text": "…", "label": "spam"}. The label is a name, an integer or a bool; with --regression true a number.
-With --text_pair_column a row has a second text. Tests: tests/src/tasks/test_text_classification.py.
+If `columns` names a `text_pair`, a row has a second text. Tests: tests/src/tasks/test_text_classification.py.
 """
 
 from dataclasses import dataclass, replace
@@ -32,9 +32,6 @@ class Options(cross_entropy.ClassCrossEntropy):
         min=2,
         from_checkpoint=True,
     )
-    text_column: str = option("column of the text", "text", from_checkpoint=True)
-    text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
-    label_column: str = option("column of the label", "label", from_checkpoint=True)
     regression: bool = option("predict a number: squared error, mse, mae", False)
     metrics: list[str] = option(
         "further metrics: f1 (mean over classes), pearson, spearman; files of addons/metrics/evaluate/; Hub names or "
@@ -56,6 +53,7 @@ class Options(cross_entropy.ClassCrossEntropy):
 
 
 class Task(base.Task):
+    parts = ("text", "text_pair", "label")
     # Modules that a pretrained encoder lacks.
     new_head = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
 
@@ -70,16 +68,16 @@ class Task(base.Task):
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         default_metrics = ["pearson", "spearman"] if options.regression else ["f1"]
         self.metric_names = check_metrics(options.metrics or default_metrics, self.cfg.trust_remote_code)
-        self.text_columns = [options.text_column]
+        self.text_columns = ["text"]
         self.token_columns = ["input_ids"]
-        if options.text_pair_column:
-            self.text_columns.append(options.text_pair_column)
+        if "text_pair" in self.cfg.columns:
+            self.text_columns.append("text_pair")
             has_types = "token_type_ids" in self.tokenizer.model_input_names
             if has_types and getattr(self.config, "type_vocab_size", 0) > 1:
                 self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
-        self.classes = Labels(options.label_column)
+        self.classes = Labels("label")
         if options.regression:
-            self.classes = Labels(options.label_column, ["value"])  # the name of the only output
+            self.classes = Labels("label", ["value"])  # the name of the only output
         elif self.cfg.model_name_or_path:
             self.classes = self.classes.of_model(self.config)
 
@@ -91,7 +89,6 @@ class Task(base.Task):
             self.max_length,
             self.token_columns,
             self.text_columns,
-            self.options.label_column,
             self.labels,
             self.options.regression,
         )
@@ -100,8 +97,7 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
-        needed = list(dict.fromkeys([*self.text_columns, self.options.label_column]))
-        require_columns(examples, needed, split, "--text_column or --label_column")
+        needed = require_columns(examples, [*self.text_columns, "label"], split)
         self.classes = self.classes.find(self.cfg, examples, split)
         label = Value("float64") if self.options.regression else ClassLabel(names=self.labels)
         features: dict[str, Any] = {name: List(Value("int32")) for name in self.token_columns}
@@ -109,11 +105,10 @@ class Task(base.Task):
         return needed, Features(features | {"label": label})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        raw_labels = batch[self.options.label_column]
         if self.options.regression:
-            labels = self.classes.numbers(raw_labels, locations)
+            labels = self.classes.numbers(batch["label"], locations)
         else:
-            labels = self.classes.ids(raw_labels, locations)
+            labels = self.classes.ids(batch["label"], locations)
         encoded, counts = tokenize_columns(self.tokenizer, batch, self.text_columns, self.max_length, locations)
         columns = {name: encoded[name] for name in self.token_columns}
         return columns | counts | {"label": labels, "targets": [1] * len(labels)}

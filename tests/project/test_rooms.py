@@ -11,7 +11,7 @@ from tests.helpers import kit
 
 HOUSES = ("engine", "src")
 # Rooms and files of engine/, each of which may import the ones before it.
-ORDER = ["startup", "config", "storage", "process", "text", "distributed", "models", "task", "task_registry"]
+ORDER = ["startup", "config", "storage", "process", "rows", "text", "distributed", "models", "task", "task_registry"]
 ORDER += ["data", "loop", "checkpointing", "tools"]
 # --help, before slow imports, and --schema; the end of a program in which an import fails.
 SIDEWAYS = {("startup", "config"), ("startup", "task_registry"), ("startup", "process")}

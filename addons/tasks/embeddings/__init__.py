@@ -1,7 +1,7 @@
 # Needs addons/techniques/_batch_loss.py.
 """Text embeddings: a contrastive loss (InfoNCE) over pairs of texts; negatives are the other texts of the global batch.
 
-A row is {"anchor": "…", "positive": "…"}; with --negative_column it has a hard negative as well. The loss does not
+A row is {"anchor": "…", "positive": "…"}; if `columns` names a `negative`, it has a hard one as well. The loss does not
 change with the micro-batch or the number of processes. final/ is a model of sentence-transformers, and a base model of
 that kind keeps its pooling, length and prompts. Tests: tests/addons/tasks/test_embeddings.py.
 """
@@ -54,9 +54,6 @@ class Options:
         min=2,
         from_checkpoint=True,
     )
-    anchor_column: str = option("column of the first text of a pair", "anchor", from_checkpoint=True)
-    positive_column: str = option("column of the text that belongs to it", "positive", from_checkpoint=True)
-    negative_column: str | None = option("column of a similar text that does not", from_checkpoint=True)
     anchor_prompt: str | None = option(
         "text before each anchor (default: the prompt `query` of a sentence-transformers model)",
         may_be_empty=True,
@@ -77,6 +74,7 @@ class Options:
 
 
 class Task(BatchLossTask):
+    parts = ("anchor", "positive", "negative")
     new_head = ("logit_scale",)
     id_columns = ("ids_0", "ids_1", "ids_2")  # of anchors, positives and negatives
 
@@ -87,7 +85,7 @@ class Task(BatchLossTask):
         if self.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
         self.config.use_cache = False
-        self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
+        self.columns = [*self.parts] if "negative" in self.cfg.columns else ["anchor", "positive"]
 
     def _read_base(self) -> None:
         """Set pooling, length and prompts: those of the options, else of a base model of sentence-transformers."""
@@ -120,16 +118,16 @@ class Task(BatchLossTask):
         from datasets import Features, List, Value
 
         if "negative" in examples.column_names and "negative" not in self.columns:
-            warn_once("the column negative is not used: give --negative_column negative")
+            warn_once("the column negative is not used: give --columns '{negative: negative}'")
         if ratings := [name for name in RATINGS if name in examples.column_names and name not in self.columns]:
             warn_once(
                 f"{split} data: the column {ratings[0]} is not used: every pair is one of texts that belong together, so "
                 "remove the others"
             )
-        require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")
+        require_columns(examples, self.columns, split)
         features = {f"ids_{i}": List(Value("int32")) for i in range(len(self.columns))}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
-        return list(dict.fromkeys(self.columns)), Features(features)
+        return self.columns, Features(features)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         columns, lengths = {}, np.zeros((len(self.columns), len(batch[self.columns[0]])), np.int64)

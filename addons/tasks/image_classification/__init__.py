@@ -39,7 +39,6 @@ TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
 class Options(ImageOptions):
     needs_model = True  # model_name_or_path or model_config
 
-    label_column: str = option("column of the label", "label", from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1)
     rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0)
     rand_augment_strength: float = option(
@@ -60,6 +59,7 @@ class Options(ImageOptions):
 
 
 class Task(base.Task):
+    parts = ("image", "label")
     new_head = NEW_HEAD
     unit = "images"
     decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
@@ -74,25 +74,24 @@ class Task(base.Task):
         self.config = load_config(self.cfg, None)
         self.image_processor = read_image_processor(self.cfg, self.config, self.options)
         self.metric_names = check_metrics(self.options.metrics, self.cfg.trust_remote_code)
-        self.classes = Labels(self.options.label_column)
+        self.classes = Labels("label")
         if self.cfg.model_name_or_path:
             self.classes = self.classes.of_model(self.config, HEAD)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        return repr((self.options.image_column, self.options.label_column, self.image_processor.channels, self.labels))
+        return repr((self.image_processor.channels, self.labels))
 
     def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, Value
 
-        columns = [self.options.image_column, self.options.label_column]
-        needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        needed = require_columns(examples, [*self.parts], split)
         self.classes = self.classes.inspect(examples, split)
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
             if self.labels is None or not is_stream or self.classes.names_of_column is not None:
-                values = examples.unique(needed[1])
+                values = examples.unique("label")
                 labels = self.classes.of_data(self.cfg, values, split)
                 if not set(labels) <= set(self.labels or ()):  # other classes than those of the pretrained model
                     self.classes = replace(self.classes, names=labels)
@@ -100,10 +99,9 @@ class Task(base.Task):
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        column, label_column = self.options.image_column, self.options.label_column
         channels = self.image_processor.channels
-        images = [read_image(v, column, channels, locations[i])[0] for i, v in enumerate(batch[column])]
-        ids = self.classes.ids(batch[label_column], locations)
+        images = [read_image(v, "image", channels, locations[i])[0] for i, v in enumerate(batch["image"])]
+        ids = self.classes.ids(batch["label"], locations)
         ones = [1] * len(ids)  # all inputs have one size, so the length of a row is one image
         return {"image": images, "label": ids, "length": ones, "targets": ones, "cut": [0] * len(ids)}
 

@@ -32,7 +32,6 @@ NOT_DONE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_reduce
 class ImageOptions(ClassCrossEntropy):
     """Options of tasks with images."""
 
-    image_column: str = option("column of the image", "image", from_checkpoint=True)
     image_size: int | None = option(
         "height and width of the input, in pixels (default: the model's, or the image's)", min=1
     )

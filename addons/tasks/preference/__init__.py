@@ -19,7 +19,7 @@ import torch
 from addons.tasks.distillation.reference import ReferenceOptions, ReferenceTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.pair_losses import PAIR_LOSSES, SMOOTHED, PairLoss
-from addons.tasks.preference.preference_pairs import SIDES, WITHOUT_TARGETS, PairEncoder
+from addons.tasks.preference.preference_pairs import PARTS, SIDES, WITHOUT_TARGETS, PairEncoder
 from engine.config.option import option
 from engine.task import Batch
 from engine.text.chat_options import ChatOptions
@@ -58,7 +58,7 @@ class Options(ReferenceOptions, ChatOptions):
         below=0.5,
     )
     # Options of causal_lm that pairs do not have.
-    packing, text_column, sample_prompt, router_aux_loss_coef = False, "", None, 0.0
+    packing, sample_prompt, router_aux_loss_coef = False, None, 0.0
 
     @property
     def loss_of_pairs(self) -> PairLoss:
@@ -93,6 +93,7 @@ class Options(ReferenceOptions, ChatOptions):
 
 class Task(ReferenceTask):
     without_targets = WITHOUT_TARGETS
+    parts = PARTS
     id_columns = ("chosen_ids", "rejected_ids")
 
     @property
@@ -110,7 +111,6 @@ class Task(ReferenceTask):
 
         self.pairs = PairEncoder(self.encoder, examples, split, self.options.needs_all_tokens)
         self.reads_chats = self.pairs.chat
-        self.optional_columns = self.pairs.optional
         self.row_description = self.pairs.describe()
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})

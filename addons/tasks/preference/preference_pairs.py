@@ -6,16 +6,16 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 
 from engine.config.errors import UsageError, errors_of, warn_once
-from engine.text.chat_turns import find_structs
 from engine.text.encode_rows import Encoder
-from engine.text.row_columns import OF_CHATS, holds_turns, warn_of_ignored
-from engine.text.row_formats import join_prompt, not_trained, read_answer, read_tools, with_system
+from engine.text.foreign_turns import not_trained, read_answer, split_prompt, wrap_tools
+from engine.text.row_columns import warn_of_ignored
+from engine.text.row_formats import MESSAGES, OF_CHATS, TEXT_PAIRS, VARIABLES, with_system
 from engine.text.tokenize_and_pack import IGNORED, require_text
 
 PROMPT = "prompt"
 SYSTEM = "system"  # read beside `conversations`, as in other rows of that format
 SIDES = ("chosen", "rejected")
-
+PARTS = (PROMPT, *SIDES, "conversations", "tools", SYSTEM, VARIABLES)
 
 WITHOUT_TARGETS = "in each pair, `chosen` and `rejected` are equal, or one of them has no answer"
 
@@ -33,26 +33,23 @@ class PairEncoder:
         encoder.require_one_sequence()
         # LLaMA-Factory's pairs have the turns before the answer in `conversations`.
         self.prompt = prompt = "conversations" if PROMPT not in columns and "conversations" in columns else PROMPT
-        self.chat = any(holds_turns((examples.features or {}).get(name)) for name in (prompt, *SIDES))
-        self.needed = [name for name in (prompt, *SIDES) if name in columns or not (self.chat and name == prompt)]
-        if missing := [name for name in self.needed if name not in columns]:
+        self.chat = any(isinstance(examples.first(name), list | dict) for name in (prompt, *SIDES))
+        if missing := [name for name in (prompt, *SIDES) if name not in columns and (name != prompt or not self.chat)]:
             raise UsageError(
                 f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
                 "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
             )
         beside = [*OF_CHATS, SYSTEM] if prompt != PROMPT else [*OF_CHATS]
-        self.optional = [prompt, *beside] if self.chat else []
-        self.needed += [name for name in beside if self.chat and name in columns]
-        warn_of_ignored(columns, self.needed, split)
-        variables = [name for name in OF_CHATS if name in self.needed]
-        encoder.choose(["messages", *variables] if self.chat else ["prompt", "completion"], split)
-        encoder.structs = find_structs(examples.features, self.needed)
+        self.needed = [prompt, *SIDES, *(beside if self.chat else ())]
+        self.used = [name for name in self.needed if name in columns]
+        warn_of_ignored(columns, self.used, split)
+        encoder.use(MESSAGES if self.chat else TEXT_PAIRS, split)
 
     def describe(self) -> str:
         """Return a sentence on how rows are read, for the plan."""
         kind = "chats" if self.chat else "text, without a chat template"
         loss = "on both completions" if self.all_tokens else "where chosen and rejected differ"
-        return f"{', '.join(f'`{name}`' for name in self.needed)} as {kind}: loss {loss}"
+        return f"{', '.join(f'`{name}`' for name in self.used)} as {kind}: loss {loss}"
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
@@ -63,7 +60,7 @@ class PairEncoder:
         pairs = [self.encoder.encode_batch(self._sequences(batch, side, locations), locations) for side in SIDES]
         rows: dict[str, list] = {f"{side}_ids": made["input_ids"] for side, made in zip(SIDES, pairs, strict=True)}
         rows |= {name: [] for name in ("chosen_labels", "rejected_labels", "length", "targets", "cut")}
-        if self.chat and self.prompt not in self.needed:
+        if self.chat:
             self._warn_of_other_questions(batch, locations)
         for i, ids in enumerate(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)):
             differs = (k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
@@ -77,7 +74,10 @@ class PairEncoder:
 
     def _warn_of_other_questions(self, batch: dict[str, list], locations) -> None:
         """Warn of the first pair of whole chats in which the user says different things."""
-        for location, *chats in zip(locations, *(batch[side] for side in SIDES), strict=True):
+        prompts = batch.get(self.prompt) or [None] * len(locations)
+        for location, prompt, *chats in zip(locations, prompts, *(batch[side] for side in SIDES), strict=True):
+            if prompt:
+                continue
             one, other = (
                 [turn.get("content") for turn in read_answer(chat, "") if turn.get("role") == "user"] for chat in chats
             )
@@ -102,13 +102,14 @@ class PairEncoder:
             for prompt, system, turns, other_turns, location in rows:
                 with errors_of(location):
                     if prompt:
-                        chat = join_prompt(prompt, turns, (self.prompt, side))
+                        before, answer = split_prompt(prompt, turns, (self.prompt, side))
+                        chat = [*before, *answer]
                     else:
                         chat = _after_shared_turns(read_answer(turns, side), read_answer(other_turns, other), side)
-                    chats.append(with_system(chat, system, SYSTEM)[0])
+                    chats.append(with_system(chat, system)[0])
             columns = {"messages": chats} | {name: batch[name] for name in OF_CHATS if name in batch}
             if self.prompt != PROMPT and "tools" in batch:
-                columns["tools"] = [read_tools(tools) for tools in batch["tools"]]
+                columns["tools"] = [wrap_tools(tools) for tools in batch["tools"]]
             return columns
         require_text(batch[side], side, locations)
         return {"prompt": batch[self.prompt], "completion": batch[side]}

@@ -38,7 +38,6 @@ class Options(ImageOptions):
     class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
     num_classes: int | None = option("number of classes, if they have no names", min=2)
     ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255)
-    label_column: str = option("column of the image of class ids", "label", from_checkpoint=True)
     unet_widths: list[int] = option("channels of each level of the U-Net", [16, 32, 64], from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1)
     dice_loss: float = option(
@@ -49,6 +48,7 @@ class Options(ImageOptions):
 
 
 class Task(base.Task):
+    parts = ("image", "label")  # both images, the label of class ids
     new_head = NEW_HEAD
 
     decode_media = False
@@ -84,23 +84,20 @@ class Task(base.Task):
 
     def fingerprint(self) -> str:
         o = self.options
-        return repr((o.image_column, o.label_column, o.image_size, o.ignored_value, len(self.classes)))
+        return repr((o.image_size, o.ignored_value, len(self.classes)))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, Value
 
-        columns = [self.options.image_column, self.options.label_column]
-        needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        needed = require_columns(examples, [*self.parts], split)
         features = {name: Value("binary") for name in ("image", "label")}
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         o, made = self.options, {name: [] for name in ("image", "label", "length", "targets", "cut")}
-        for i, (value, mask) in enumerate(zip(batch[o.image_column], batch[o.label_column], strict=True)):
-            image, size = read_image(value, o.image_column, self.processor.channels, locations[i])
-            label, ids = segments.read_label(
-                mask, o.label_column, size, len(self.classes), o.ignored_value, locations[i]
-            )
+        for i, (value, mask) in enumerate(zip(batch["image"], batch["label"], strict=True)):
+            image, size = read_image(value, "image", self.processor.channels, locations[i])
+            label, ids = segments.read_label(mask, "label", size, len(self.classes), o.ignored_value, locations[i])
             width, height = (o.image_size, o.image_size) if o.image_size else size
             row = (image, label, width * height, int((ids != o.ignored_value).sum()), 0)
             for column, item in zip(made.values(), row, strict=True):

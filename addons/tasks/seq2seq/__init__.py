@@ -41,8 +41,6 @@ class Options(CrossEntropy, GenerationOptions):
         min=1,
     )
     max_target_length: int = option("tokens per target; longer ones are truncated", 128, min=2)
-    source_column: str = option("column of the source text", "source", from_checkpoint=True)
-    target_column: str = option("column of the target text", "target", from_checkpoint=True)
     source_prefix: str = option(
         'text before every source, such as "summarize: " for T5', "", may_be_empty=True, from_checkpoint=True
     )
@@ -63,6 +61,7 @@ class Task(base.Task):
     # A rank that builds without weights has no generation_config.json either, and would generate by other rules.
     attributes_from_weights = ("plain_head", "generation_config")
 
+    parts = ("source", "target")
     cut_by_cost = False  # sources and targets are padded apart
     id_columns = ("input_ids", "labels")
 
@@ -89,29 +88,27 @@ class Task(base.Task):
 
     def fingerprint(self) -> str:
         o = self.options
-        columns = (o.source_column, o.target_column, o.source_prefix)
-        return repr((self.tokenizer_text, self.max_length, o.max_target_length, *columns))
+        return repr((self.tokenizer_text, self.max_length, o.max_target_length, o.source_prefix))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
-        columns = list(dict.fromkeys([self.options.source_column, self.options.target_column]))
-        require_columns(examples, columns, split, "--source_column or --target_column")
+        columns = require_columns(examples, [*self.parts], split)
         features = {name: List(Value("int32")) for name in ("input_ids", "labels")}
         return columns, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         """Return the columns of the prepared rows; every target ends with the end token (MBart: and its language)."""
         o, limit = self.options, self.options.max_target_length
-        for column in (o.source_column, o.target_column):
+        for column in self.parts:
             require_text(batch[column], column, locations)
             warn_of_special_tokens(self.tokenizer, batch[column], column, locations)
-        texts = [o.source_prefix + text for text in batch[o.source_column]]
+        texts = [o.source_prefix + text for text in batch["source"]]
         source, source_counts = tokenize_truncated(self.tokenizer, [texts], self.max_length)
         sources = [ids or [self.end] for ids in source["input_ids"]]  # attention needs a token
         target, target_counts = tokenize_truncated(
             lambda texts, **options: self.tokenizer(text_target=texts, **options),  # differs for translation models
-            [batch[o.target_column]],
+            [batch["target"]],
             limit,
         )
         targets = []

@@ -10,8 +10,8 @@ import pytest
 from addons.data import held_out
 from addons.data._row_numbers import Column
 from engine.config.errors import UsageError
-from engine.data import prepare
 from engine.data.prepared_split import repeated
+from engine.rows import read
 from tests.engine.data.test_media import Pictures, opened
 from tests.helpers import images, kit
 
@@ -30,7 +30,7 @@ def fields(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Many pieces of several blocks each."""
-    monkeypatch.setattr(prepare, "BLOCK", 300)
+    monkeypatch.setattr(read, "PART", 300)
 
 
 def write(folder, rows, files=1, suffix="jsonl"):
@@ -88,12 +88,12 @@ def test_held_out_rows_depend_on_their_content_alone(fields, tmp_path, small):
 def test_mutants_that_choose_by_position_or_at_random(fields, tmp_path, monkeypatch, mutant):
     count = [0]
 
-    def chosen(self, raw, ids):
+    def chosen(self, rows, features):
         if mutant == "position":
-            found = np.arange(ids.start, ids.stop) % round(1 / SHARE) == 0
+            found = np.arange(len(rows)) % round(1 / SHARE) == 0
         else:  # a seed per process
             count[0] += 1
-            found = np.random.default_rng(count[0]).random(len(ids)) < SHARE
+            found = np.random.default_rng(count[0]).random(len(rows)) < SHARE
         return found == (self.split == "validation")
 
     monkeypatch.setattr(held_out.HeldOutSource, "choose_rows", chosen)
@@ -154,7 +154,7 @@ def test_only_images_of_the_split_are_decoded(tmp_path):
 
 def test_numbers_of_rows_follow_the_rows_kept(fields, tmp_path, small):
     """A held-out row needs no weight; another row without one is named with its line."""
-    chosen = held_out.are_held_out({"input_ids": ROWS}, {"input_ids": datasets.List(datasets.Value("int64"))}, SHARE)
+    chosen = held_out.are_held_out([{"input_ids": row} for row in ROWS], {}, SHARE)
     rows = [{"input_ids": row, "n": -1 if out else i} for i, (row, out) in enumerate(zip(ROWS, chosen, strict=True))]
     more = {"sample_weight_column": "n", "cache_dir": tmp_path / "cache"}
     file = kit.write_jsonl(tmp_path / "rows.jsonl", rows)

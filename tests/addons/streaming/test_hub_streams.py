@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from addons.streaming import shards
+from engine.rows import read
 from tests.engine.storage.test_hub_downloads import make_hub, recipe, since, train
 from tests.helpers import kit
 
@@ -41,9 +41,8 @@ def stream(hub, folder, steps: int = 2, **fields) -> list[str]:
 
 def read_all_columns():
     """The mutant."""
-    open_file, open_dataset = shards._open_file, shards._open_dataset
-    shards._open_file = lambda source, file, *columns: open_file(source, file)
-    shards._open_dataset = lambda source, *columns: open_dataset(source)
+    parts_of_file = read.parts_of_file
+    read.parts_of_file = lambda file, columns, *rest: parts_of_file(file, None, *rest)
 
 
 @pytest.mark.parametrize("where", ["http", "hub"])

@@ -16,8 +16,8 @@ def put(hub, name: str, first: int, count: int = 20) -> str:
 
 def rows_of(stream: Stream) -> list[int]:
     """Return the first ids of all rows, shard by shard."""
-    tables = [table for shard in range(len(stream.shards)) for table in stream.shards.blocks(shard)]
-    return [row[0] for table in tables for row in table["input_ids"].to_pylist()]
+    blocks = [block for shard in range(len(stream.shards)) for block in stream.shards.blocks(shard)]
+    return [row.values["input_ids"][0] for block in blocks for row in block]
 
 
 def ignore_versions():

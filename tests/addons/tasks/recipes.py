@@ -134,7 +134,7 @@ def embeddings(folder) -> list:
         return {name: " ".join(text) for name, text in texts.items()}
 
     write_rows(folder, row)
-    return bert(folder, task="embeddings", negative_column="negative", learn_temperature=True)
+    return bert(folder, task="embeddings", columns={"negative": "negative"}, learn_temperature=True)
 
 
 def segmentation(folder) -> list:

@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
 
 
 def recipe(folder, **fields):
-    columns = {"anchor_column": "query", "positive_column": "found", "negative_column": "other"}
-    return kit.bert_recipe("embeddings", folder, **columns | fields)
+    columns = {"anchor": "query", "positive": "found", "negative": "other"}
+    return kit.bert_recipe("embeddings", folder, **{"columns": columns} | fields)
 
 
 def texts_of(folder, file) -> list[list[str]]:
@@ -150,15 +150,14 @@ def test_temperature_of_sharded_runs_and_of_an_older_one(folder, tmp_path):
 
 def test_negatives_that_no_field_names_are_warned_about(folder, tmp_path, capsys):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"query": "b", "found": "c", "negative": "d"}] * 9)
-    fields = recipe(folder, train_file=file, validation_file=file)
-    del fields["negative_column"]
-    kit.open_data(**fields)
-    assert "the column negative is not used: give --negative_column negative" in capsys.readouterr().err
+    columns = {"anchor": "query", "positive": "found"}
+    kit.open_data(**recipe(folder, train_file=file, validation_file=file, columns=columns))
+    assert "the column negative is not used: give --columns '{negative: negative}'" in capsys.readouterr().err
 
 
 def test_ratings_of_pairs_are_warned_about(folder, tmp_path, capsys):
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"query": "b", "found": "c", "bad": "d", "label": 0}] * 9)
-    kit.open_data(**recipe(folder, train_file=file, validation_file=file, negative_column="bad"))
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"query": "b", "found": "c", "other": "d", "label": 0}] * 9)
+    kit.open_data(**recipe(folder, train_file=file, validation_file=file))
     assert "train data: the column label is not used" in capsys.readouterr().err
 
 

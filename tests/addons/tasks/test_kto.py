@@ -229,8 +229,8 @@ def test_mutant_baseline_of_a_micro_batch_is_another(whole, tmp_path, monkeypatc
             [{"prompt": "the", "chosen": " cat", "rejected": " dog"}],
             "pairs of `chosen` and `rejected` are rows of --task",
         ),
-        ([{"prompt": "the", "completion": " cat", "label": 1}], "`label` holds int64: give true"),
-        ([{"prompt": "the", "completion": " cat", "label": "good"}], "`label` holds string: give true"),
+        ([{"prompt": "the", "completion": " cat", "label": 1}], r"line 1: .*`label` is 1: give true"),
+        ([{"prompt": "the", "completion": " cat", "label": "good"}], r"line 1: .*`label` is 'good': give true"),
         (
             [{"prompt": "the", "completion": " cat", "label": value} for value in (True, None)],
             r"rows.jsonl, line 2.*`label` is null: give true",

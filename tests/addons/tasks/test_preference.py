@@ -576,7 +576,7 @@ def test_sides_of_several_answers_stay_one_pair():
     families = pytest.importorskip("engine.text.template_families", reason="this copy has removed chats")
     tokenizer = pytest.importorskip("tests.helpers.chat_oracle").tokenizer_of(template)
     chosen = ChatFormat(families.family_files()["qwen3"].read_text())  # has a block in each turn
-    encoder = Encoder(tokenizer, len(tokenizer), 512, False, "", True, chat_format=chosen)
+    encoder = Encoder(tokenizer, len(tokenizer), 512, False, True, chat_format=chosen)
     prompt = [{"role": "user", "content": "q"}]
     answer = [{"role": "assistant", "content": "a"}, *prompt, {"role": "assistant", "content": "b"}]
     rows = {"prompt": [prompt] * 2, "chosen": [answer] * 2, "rejected": [answer[:1]] * 2}

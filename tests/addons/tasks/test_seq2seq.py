@@ -102,7 +102,7 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     file = kit.write_jsonl(tmp_path / "train.jsonl", [{"in": "", "out": "a"}, {"in": "red fox", "out": "cat " * 9}])
     fields = data | {"train_file": file, "model_config": kit.write_yaml(tmp_path / "model.yaml", T5)}
     fields = {k: v for k, v in fields.items() if k != "validation_file"} | {"max_target_length": 4}
-    task, splits = kit.open_data(**fields, source_column="in", target_column="out", source_prefix="the ")
+    task, splits = kit.open_data(**fields, columns={"source": "in", "target": "out"}, source_prefix="the ")
     first, second = splits["train"].rows(np.arange(2))
     end, prefix = task.tokenizer.eos_token_id, task.tokenizer("the ")["input_ids"]
     assert first["input_ids"].tolist() == prefix
@@ -110,15 +110,15 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     assert second["labels"][3:].tolist() == [end]
     assert splits["train"].stats["rows_cut"] == 1
     for tokens in (3, 4, 5, 9):  # with the end, more than three are too many
-        made = task.encode({"in": ["x"], "out": ["a" * tokens]}, ["here"])
+        made = task.encode({"source": ["x"], "target": ["a" * tokens]}, ["here"])
         assert len(task.tokenizer("a" * tokens)["input_ids"]) == tokens
         assert (made["targets"], made["cut"]) == ([4], [tokens - 3])
-    assert task.encode({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
+    assert task.encode({"source": ["the "], "target": ["x"]}, ["here"])["input_ids"][0][-1] != end
     task.options.source_prefix = ""
-    assert task.encode({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]
+    assert task.encode({"source": [""], "target": ["x"]}, ["here"])["input_ids"] == [[end]]
     task.end = (ids := task.tokenizer("the cat")["input_ids"])[-2]  # as of MBart, which then names the language
-    assert task.encode({"in": ["x"], "out": ["the cat"]}, ["here"])["labels"] == [ids]
-    with pytest.raises(UsageError, match="source_column"):
+    assert task.encode({"source": ["x"], "target": ["the cat"]}, ["here"])["labels"] == [ids]
+    with pytest.raises(UsageError, match=r"no column `source`.*--columns"):
         kit.open_data(**fields)
 
 

@@ -154,7 +154,7 @@ def test_default_output_is_in_the_run_folder(trained, tmp_path):
         ({"prompt": 3}, "line 2: `prompt` holds int"),
         ({"prompt": "one", "prediction": "x"}, "line 2: .*`prediction`"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "line 2: .*gpt"),
-        ({"messages": json.dumps(TURNS)}, "line 2: `messages` holds str"),
+        ({"messages": 5}, "line 2: `messages` holds int"),
         ({"prompt": "red " * 400}, "line 2: .*256 positions"),
     ],
 )
@@ -194,15 +194,19 @@ def open_task(folder, row: dict, template: str = WRITTEN, **fields):
         ({}, {"messages": TURNS, "chat_template_kwargs": {"mode": "fox"}}),
         ({"chat_template_kwargs": '{"mode": "the"}'}, {"messages": TURNS, "chat_template_kwargs": {"mode": "fox"}}),
         ({"chat_template_kwargs": '{"mode": "the"}'}, {"messages": TURNS}),
+        ({}, {"messages": json.dumps(TURNS)}),
         ({}, {"messages": SHAREGPT, "tools": json.dumps(TOOLS)}),
-        ({"system_column": "sys"}, {"messages": TURNS, "sys": "be"}),
-        ({"messages_column": "conv"}, {"conv": SHAREGPT, "system": "be", "tools": [TOOLS[0]["function"]]}),
+        ({"columns": {"system": "sys"}}, {"messages": TURNS, "sys": "be"}),
+        ({"columns": {"conversations": "conv"}}, {"conv": SHAREGPT, "system": "be", "tools": [TOOLS[0]["function"]]}),
         ({}, {"conversations": SHAREGPT, "text": "two"}),
-        ({"tools_column": "fns"}, {"prompt": TURNS[:1], "completion": TURNS[1:], "fns": TOOLS}),
-        ({"system_column": "system"}, {"prompt": TURNS[:1], "completion": "cat", "system": "be"}),
+        ({"columns": {"tools": "fns"}}, {"prompt": TURNS[:1], "completion": TURNS[1:], "fns": TOOLS}),
+        ({"columns": {"system": "system"}}, {"prompt": TURNS[:1], "completion": "cat", "system": "be"}),
         ({}, {"prompt": "one red", "completion": TURNS[1:]}),
         ({}, {"prompt": "one red", "completion": " cat"}),
-        ({"prompt_column": "question", "completion_column": "answer"}, {"question": TURNS[:1], "answer": TURNS[1:]}),
+        (
+            {"columns": {"prompt": "question", "completion": "answer"}},
+            {"question": TURNS[:1], "answer": TURNS[1:]},
+        ),
         ({}, {"instruction": "one", "input": "red", "output": "cat", "history": [["two", "fox"]], "system": "be"}),
         ({}, {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}),
     ],
@@ -215,7 +219,8 @@ def test_a_row_is_answered_after_what_stands_before_its_answer_in_training(tmp_p
     assert prompt_of_row(row, task, "here").ids == expected
     asked = {key: value for key, value in row.items() if key not in ("completion", "answer", "output")}
     for column in {"messages", "conv", "conversations"} & asked.keys():
-        asked[column] = asked[column][:1]
+        turns = asked[column]
+        asked[column] = (json.loads(turns) if isinstance(turns, str) else turns)[:1]
     if "input_ids" not in row and row.get("completion") != TURNS[1:]:  # without turns a text is continued
         assert prompt_of_row(asked, task, "here").ids == expected
     if asked.get("prompt") == TURNS[:1]:

@@ -75,7 +75,7 @@ CASES = {
     "data missing": Case("train_file: no.jsonl: no such file", {"train_file": "no.jsonl"}),
     "unknown extension": Case("a.xyz|.jsonl, .json", {"train_file": "a.xyz"}, {"a.xyz": "text"}),
     "unreachable address": Case("train_file: http://127.0.0.1:9/a.jsonl", {"train_file": "http://127.0.0.1:9/a.jsonl"}),
-    "bad line": Case("train.jsonl, line 2: Expecting", {}, {"train.jsonl": IDS + '{"input_ids": [1, 2}\n'}),
+    "bad line": Case("train.jsonl, line 2: train data: Expecting", {}, {"train.jsonl": IDS + '{"input_ids": [1, 2}\n'}),
     "data folder missing": Case("dataset_name: folder|no such folder", FOLDER),
     # ---- rows
     "text without tokenizer": rows("--tokenizer_name", {"text": "a cat"}),
@@ -114,9 +114,9 @@ CASES = {
     ),
     "chat without assistant": rows("none of the 1 rows", USER, changed=CHAT, **{"chat.jinja": TEMPLATE}),
     "label of several types": rows(
-        "train.jsonl, line 2: `label` holds",
-        {"text": "a", "label": [1]},
-        {"text": "b", "label": 1},
+        "train.jsonl, line 2: train data: `label` holds a text, and a number in ",
+        {"text": "a", "label": 1},
+        {"text": "b", "label": "1"},
         changed=LABELS,
     ),
     "label of padding": rows(

@@ -240,7 +240,7 @@ def test_saved_config_is_a_run_file_of_the_same_values(here):
         train_file=["a b.jsonl", "{c}.jsonl"],
         lr_scheduler_kwargs={"min_lr": 1e-6},
         packing=True,
-        text_column="null",  # text that YAML would take for something else
+        columns={"text": "null", "label": "1"},  # text that YAML would take for something else
         tokenizer_name="1e3",
         output_dir="ünï: #1",
     )

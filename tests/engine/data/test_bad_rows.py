@@ -12,9 +12,8 @@ from PIL import Image
 
 from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.data import csv_reader, json_reader
+from engine.data.examples import load_examples
 from engine.data.prepared_split import data_notes
-from engine.data.raw_rows import load_raw_rows
 from engine.data.sources import find_sources
 from src.tasks import causal_lm
 from tests.engine.data.conftest import texts
@@ -41,28 +40,36 @@ ROW = {"text": "def f"}
 BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
 BAD = {  # text or bytes of files by name; parts of the message, separated by |
     # ---- CSV that pandas accepts: it shifts or fills columns
-    "trailing comma": ({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv, line 2: expected 2 columns, got 3"),
-    "too few": ({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv, line 3: expected 2 columns, got 1"),
-    "open quote": ({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv, line 4: unexpected end of data"),
+    "trailing comma": (
+        {"a.csv": "text,n\nab,1,\ncd,2,\n"},
+        "a.csv, line 2: train data: expected 2 columns, got 3|1 more",
+    ),
+    "too few": ({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv, line 3: train data: expected 2 columns, got 1"),
+    "open quote": ({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv, line 3: train data: unexpected end of data"),
     "column twice": ({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
-    "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
+    "null in csv": ({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, line 4: train data: `text` holds nothing"),
     "invalid UTF-8 in csv": (
         {"a.csv": "text\n" + "ab\n" * 5000 + "caf\udce9\n" + "ab\n" * 5000},
-        "a.csv, after line |: 'utf-8' codec can't decode byte 0xe9|: save the file as UTF-8",
+        "a.csv, line 5002: train data: `text` holds |bytes that are not UTF-8|: save the file as UTF-8",
     ),
     # ---- other formats
     "invalid UTF-8 in jsonl": (
         {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
-        "b.jsonl, line 5: train data: this row cannot be decoded: UnicodeDecodeError",
+        "b.jsonl, line 5: train data: `text` holds |bytes that are not UTF-8|: save the file as UTF-8",
     ),
     "another type in a late row": (
         {"a.jsonl": BEFORE + lines({"text": 3})},
-        "a.jsonl, line 5: `text` holds a number, but text in |a.jsonl, line 1",
+        "a.jsonl, line 5: train data: `text` holds int, not text",
     ),
-    "types in a list": ({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json, row 1: `text` holds a number"),
+    "types in a list": ({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json, row 1: train data: `text` holds int"),
+    "list that does not end": ({"a.json": '[{"text": "x"},\n{"text": 3}'}, "a.json, line 2: train data: Expecting"),
+    "several kinds of bad rows": (
+        {"a.jsonl": BEFORE + lines({"text": 3}) + "{\n" + lines(ROW, {"text": None}) + "[]\n"},
+        "a.jsonl, line 5: train data: `text` holds int, not text (3 more of the 8 rows",
+    ),
     "another type in the second file": (
         {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})},
-        "b.jsonl, line 1: `text` holds a number, but text in |a.jsonl, line 1",
+        "b.jsonl, line 1: train data: `text` holds int, not text",
     ),
     "two formats": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
     "tar as a file": ({"a.tar": "x"}, "train_file: |a.tar|give the folder as --dataset_name"),
@@ -80,10 +87,11 @@ def write(folder: Path, files: dict) -> list[Path]:
     return [folder / name for name in files]
 
 
-def raw_rows(folder: Path, split: str = "train", **fields):
-    """Return the raw rows of a split of files or a folder."""
+def raw_rows(folder: Path, split: str = "train", **fields) -> list:
+    """Return the raw rows of a split of files or a folder, with their places."""
     cfg = run_config(cache_dir=str(folder / "cache"), **fields)
-    return load_raw_rows(find_sources(cfg, split)[""], cfg)
+    examples = load_examples(find_sources(cfg, split)[""], cfg)
+    return list(examples.rows(examples.column_names))
 
 
 def both_modes(folder: Path, files: dict) -> list[dict]:
@@ -120,26 +128,6 @@ def test_mutant_readers_of_datasets_accept_broken_files(open_data, tmp_path, nam
     assert len(list(datasets.load_dataset("csv", data_files=[str(file)], split="train", streaming=True))) in (1, 2)
 
 
-def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
-    """`datasets` would write the texts of the second chunk in quotes: to train on those would be a silent error."""
-    write(tmp_path / "data", {"README.md": CARD, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
-    with pytest.raises(UsageError, match=r"a.jsonl, line 10: `text` holds a number"):
-        open_data(dataset_name=tmp_path / "data")
-
-
-@pytest.mark.parametrize("mutant", [False, True])
-def test_dates_in_a_column_of_text_stay_as_they_are_written(tmp_path, monkeypatch, mutant):
-    """Where a whole chunk or file has only dates, pyarrow makes times: one would train on `2020-01-01 00:00:00`."""
-    if mutant:
-        monkeypatch.setattr(json_reader, "_feature_of_type", lambda kind: datasets.Value(str(kind)))
-    texts, dates = ({"text": text} for text in ("def f", "2020-01-01T10:00"))
-    files = {"README.md": CARD, "a.jsonl": lines(texts) * 9 + lines(dates) * 9, "b.jsonl": lines(dates)}
-    write(tmp_path / "data", files)
-    rows = raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows
-    assert rows["text"][-10:] == [dates["text"]] * 10
-    assert (rows.features["text"] == datasets.Value("string")) == (not mutant)
-
-
 def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
     """Python and `datasets` skip it without a word."""
     write(tmp_path / "data", {"train.jsonl": lines(ROW)})
@@ -150,38 +138,13 @@ def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
         find_sources(run_config(dataset_name=str(tmp_path / "data")), "train")
 
 
-def test_csv_columns_have_one_type_in_all_files_of_a_folder(tmp_path):
-    """`datasets` would cast later files and splits to the types of the first: 007 to 7, and 2 beside bools to True."""
-    names = ("train-0.csv", "train-1.csv", "validation.csv")
-    contents = ["text,n\nab,x\n", "text,n\ncd,007\n", "text,n\nef,TRUE\n"]
-    write(tmp_path / "data", dict(zip(names, contents, strict=True)))
-    data = {"dataset_name": str(tmp_path / "data")}
-    cells = [raw_rows(tmp_path, name, **data).rows["n"][:] for name in ("train", "validation")]
-    assert cells == [["x", "007"], ["TRUE"]]
-
-    write(tmp_path / "data", {"train-0.csv": "text,n\nab,true\n", "train-1.csv": "text,n\ncd,2\n"})
-    assert raw_rows(tmp_path, **data).rows["n"][:] == ["true", "2"]
-    files = [str(tmp_path / "data" / name) for name in names[:2]]
-    assert raw_rows(tmp_path, train_file=files).rows["n"][:] == ["true", "2"]
-
-
-@pytest.mark.parametrize("limit", ["ROWS", "CHARACTERS"])
-def test_csv_types_are_those_of_all_rows(tmp_path, monkeypatch, limit):
-    """Long documents and many rows are read in parts."""
-    monkeypatch.setattr(csv_reader, limit, 2)
-    for late, cells in {"x": ["1", "2", "3", "x", "4"], "1.5": [1.0, 2.0, 3.0, 1.5, 4.0]}.items():
-        [file] = write(tmp_path, {f"{late}.csv": f"n\n1\n2\n3\n{late}\n4\n"})
-        assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == cells
-    [file] = write(tmp_path, {"text.csv": "n\nx\n2\n3\n4\n"})
-    assert raw_rows(tmp_path, train_file=[str(file)]).rows["n"][:] == ["x", "2", "3", "4"]
-
-
-def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
-    """Integers above int64 would be rounded to float64; 1 is no bool; the classes 01 and 1 would be one."""
-    rows = ["12345678901234567891,true,01,+1", "2,1,1,1"]
-    [file] = write(tmp_path, {"a.csv": "\n".join(["integer,bool,zero,plus", *rows, ""])})
-    found = raw_rows(tmp_path, train_file=[str(file)]).rows
-    assert [",".join(row.values()) for row in found] == rows
+def test_cells_of_csv_are_text(tmp_path):
+    """pandas would make 7 of 007, and floats of integers above int64; what pandas takes for nothing is None here, too."""
+    cells = ["12345678901234567891", "true", "007", "2024-01-01", "NA", ""]
+    [file] = write(tmp_path, {"a.csv": "text,n\n" + "".join(f"x,{cell}\n" for cell in cells)})
+    [other] = write(tmp_path, {"b.csv": "n,text\n1,x\n"})
+    rows = raw_rows(tmp_path, train_file=[str(file), str(other)])
+    assert [row.values["n"] for row in rows] == [*cells[:4], None, None, "1"]
 
 
 # ---- locations -------------------------------------------------------------------------------------------------------
@@ -190,10 +153,10 @@ def test_csv_cells_that_are_no_plain_numbers_keep_their_text(tmp_path):
 def test_location_of_every_line_of_text(tmp_path):
     """Of several files, with carriage returns and other separators of lines in them."""
     files = write(tmp_path, {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"})
-    raw = raw_rows(tmp_path, train_file=list(map(str, files)))
-    assert [text[:2] for text in raw.rows["text"]] == ["r0", "r1", "r2", "r3"]
+    rows = raw_rows(tmp_path, train_file=list(map(str, files)))
+    assert [row.values["text"][:2] for row in rows] == ["r0", "r1", "r2", "r3"]
     where = [f"{file}, line {line}: train data" for file in files for line in (1, 2)]
-    assert [raw.describe_row(i) for i in range(4)] == where
+    assert [str(row.place) for row in rows] == where
 
 
 # ---- a row on which the `encode` of a fork fails ----------------------------------------------------------------------
@@ -261,7 +224,7 @@ def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
 def test_warning_for_a_copy_in_a_folder(tmp_path, capfd):
     """`datasets` reads a.jsonl.bak as it reads a.jsonl.gz."""
     write(tmp_path / "data", {"a.jsonl": lines(ROW), "a.jsonl.bak": lines(ROW), "a.jsonl.gz": gzip.compress(b"{}")})
-    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows) == 3
+    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data"))) == 3
     assert (
         capfd.readouterr().err
         == f"warning: dataset_name: {tmp_path}/data/a.jsonl.bak is read, too: remove it if it is a copy\n"
@@ -273,7 +236,7 @@ def test_warning_for_images_that_metadata_does_not_name(tmp_path, capfd):
         (tmp_path / "data/train").mkdir(parents=True, exist_ok=True)
         Image.new("L", (2, 2)).save(tmp_path / f"data/train/{name}.PNG")
     write(tmp_path / "data/train", {"metadata.jsonl": lines({"file_name": "b.PNG", "label": 1}), "d.HEIC": "x"})
-    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows) == 1
+    assert len(raw_rows(tmp_path, dataset_name=str(tmp_path / "data"))) == 1
     warnings = capfd.readouterr().err
     assert "2 of 3 files of the train data" in warnings
     assert f"{tmp_path}/data/train/d.HEIC and 0 more not read" in warnings
@@ -284,5 +247,5 @@ def test_masks_that_metadata_names_are_read(tmp_path, capfd):
     for name in ("a", "a_mask"):
         Image.new("L", (2, 2)).save(tmp_path / f"data/{name}.png")
     write(tmp_path / "data", {"metadata.jsonl": lines({"image_file_name": "a.png", "mask_file_name": "a_mask.png"})})
-    assert raw_rows(tmp_path, dataset_name=str(tmp_path / "data")).rows.column_names == ["image", "mask"]
+    assert [*raw_rows(tmp_path, dataset_name=str(tmp_path / "data"))[0].values] == ["image", "mask"]
     assert "warning:" not in capfd.readouterr().err

@@ -24,6 +24,7 @@ from engine.config.errors import UsageError, said
 from engine.data import dataset, prepare
 from engine.data.prepared_split import data_notes, format_stats
 from engine.loop import run_record
+from engine.rows import read
 from engine.storage import cache_folder
 from src.tasks import causal_lm
 from tests.engine.data.conftest import WORDS
@@ -49,7 +50,7 @@ def fields(tools, rows):
 @pytest.fixture
 def small(monkeypatch):
     """Many blocks; children inherit it."""
-    monkeypatch.setattr(prepare, "BLOCK", 1500)
+    monkeypatch.setattr(read, "PART", 1500)
 
 
 def opened(fields: dict, cache: Path) -> None:
@@ -80,8 +81,7 @@ def test_bytes_do_not_depend_on_processes(fields, tmp_path, small):
 def test_mutant_with_blocks_by_process(fields, tmp_path, small, monkeypatch):
     caches = []
     for processes in (1, 2):
-        blocks = lambda rows, size, n=9 * processes: [range(a, min(a + n, rows)) for a in range(0, rows, n)]  # noqa: E731
-        monkeypatch.setattr(prepare, "block_ranges", blocks)
+        monkeypatch.setattr(read, "PART", 1500 * processes)
         caches.append(tmp_path / f"{processes}")
         opened(fields, caches[-1])
     assert digest(caches[0]) != digest(caches[1])
@@ -96,7 +96,7 @@ def killed(fields: dict, cache: Path, out: Path) -> None:
 
     @functools.wraps(original)
     def encode(self, batch, locations):
-        if locations[0].row < 100:
+        if locations[0].start < 15_000:  # the byte at which its part begins
             return original(self, batch, locations)
         os.kill(multiprocessing.parent_process().pid, signal.SIGKILL)
         time.sleep(600)

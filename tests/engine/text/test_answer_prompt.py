@@ -13,6 +13,7 @@ from engine.config.errors import UsageError, kept_warnings
 from engine.models.prompts import read_prompt
 from engine.text import chat, chat_options
 from engine.text.encode_rows import Encoder
+from engine.text.row_formats import MESSAGES
 from engine.text.template_families import family_files
 from engine.text.template_variables import split_defaults, variables_of, with_defaults
 from engine.text.tokenize_and_pack import IGNORED
@@ -203,8 +204,8 @@ def test_a_task_that_compares_answers_has_one_sequence_of_a_row():
     """The mutant does not ask for it: sides of other rows would be paired."""
     tokenizer = tokenizer_of(STOCK, True)
     chosen = chat_options.ChatFormat(TEMPLATES["qwen3"])
-    encoder = Encoder(tokenizer, len(tokenizer), 512, False, "text", True, chat_format=chosen)
-    encoder.choose(["messages"], "train")
+    encoder = Encoder(tokenizer, len(tokenizer), 512, False, True, chat_format=chosen)
+    encoder.use(MESSAGES, "train")
     batch = {"messages": [[QUESTION, ANSWER, QUESTION, ANSWER]] * 2}
     assert len(encoder.encode_batch(batch, ["a", "b"])["input_ids"]) == 4
     encoder.require_one_sequence()

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from engine.config.errors import UsageError
 from engine.text.chat import encode_chat, render_chat
-from engine.text.chat_turns import Structs, read_chat
+from engine.text.chat_turns import read_chat
 from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
@@ -296,33 +296,31 @@ def test_null_in_arguments_is_a_value(tokenizer):
     assert '{"city": "Paris", "limit": null}' in text
 
 
-STRUCTS = Structs(anywhere=True, in_arguments=True)
-
-
-def test_null_in_a_struct_is_a_missing_key_or_refused():
-    """Arrow gives all calls the same keys."""
-    chat = called({"city": "Paris"})
-    chat[1]["tool_calls"][0] |= {"id": None}
-    assert read_chat(chat, None, STRUCTS).turns[1]["tool_calls"] == called({"city": "Paris"})[1]["tool_calls"]
-    for structs in (STRUCTS, Structs(anywhere=True)):
-        chat = called({"city": {"name": None}})
-        if structs.in_arguments:
-            with pytest.raises(ValueError, match=r"tool_calls of turn 1 has null for city.name.*JSON text"):
-                read_chat(chat, None, structs)
-        else:
-            assert read_chat(chat, None, structs).turns[1]["tool_calls"] == chat[1]["tool_calls"]
-    tools = [{"name": "f", "strict": None, "parameters": {"x": {"default": None}}}]
-    with pytest.raises(ValueError, match=r"schema of tool 0 has null for x.default"):
-        read_chat(CHAT, tools, STRUCTS)
-    assert read_chat(CHAT, tools).tools == tools
-
-
 @pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', "{}"])
 def test_template_that_refuses_a_result_without_its_call_writes_the_call(tokenizer, arguments):
     """As gpt-oss does, and Mistral: what they refuse to render without a part is no reason to refuse the chat. The quoted
     text of the user is not the arguments."""
     template = TOOL_CHAT if isinstance(arguments, dict) else TOOL_CHAT.replace("| tojson", "")
     assert len(render(tokenizer, template, called(arguments))[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["c.function.arguments | tojson", "(c.function.arguments.items() | list)[0][1]", "c.function.arguments"],
+)
+def test_arguments_as_json_text_are_a_mapping_where_the_template_wants_one(tokenizer, arguments):
+    """Others would quote the text again, or refuse it; a template that writes text as it is gets the text."""
+    tokenizer.chat_template = (
+        LOOP + "<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ "
+        f"{arguments} }}}}{{% endfor %}}<|endoftext|>{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+    )
+    as_text = encode_chat(tokenizer, called('{"city":"Z"}'), "row 0", None)
+    if arguments == "c.function.arguments":
+        assert '{"city":"Z"}' in tokenizer.decode(as_text[0].ids)
+    else:
+        assert as_text[0].ids == encode_chat(tokenizer, called({"city": "Z"}), "row 0", None)[0].ids
+        with pytest.raises(UsageError, match=r"row 0: .*`arguments` of turn 1 is text, but not JSON"):
+            encode_chat(tokenizer, called("Z"), "row 0", None)
 
 
 def test_tokenizer_with_several_templates(tokenizer):
@@ -400,7 +398,6 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
         (CUT, CHAT, "does not write the content of turn 1"),
         (UPPER, CHAT[1:2], "does not write the content of turn 0"),
-        (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
         (LATER, CHAT, "earlier turns.*--chat_template"),

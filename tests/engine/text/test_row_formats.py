@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,8 +9,9 @@ from transformers import AutoTokenizer
 
 from engine.config.errors import UsageError, said
 from engine.data.prepared_split import describe_rows
-from engine.text import encode_rows, row_formats
+from engine.text import foreign_turns, row_formats
 from engine.text.encode_rows import Encoder
+from engine.text.row_columns import check_columns, columns_by_name
 from tests.helpers import kit
 
 TEMPLATE = (
@@ -72,22 +72,16 @@ def prepared(folder, rows, kind="jsonl", **fields) -> list[tuple[list, list]]:
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in kit.all_rows(splits["train"])]
 
 
-def encoded(tokenizer, rows, **fields) -> list[tuple[list, list]]:
+def encoded(tokenizer, rows, columns=None) -> list[tuple[list, list]]:
     """Return (ids, labels) of rows as a task gets them of a .jsonl file, without one."""
-    named = {name.removesuffix("_column"): column for name, column in fields.items()}
-    encoder = Encoder(tokenizer, 500, 1024, False, "text", True, named=named)
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    features = {name: feature_of(values) for name, values in columns.items()}
-    needed, _ = encoder.choose(list(columns), "train", features)
-    batch = encoder.encode_batch({name: columns[name] for name in needed}, [f"row {i}" for i in range(len(rows))])
-    return list(zip(batch["input_ids"], batch["labels"], strict=True))
-
-
-def feature_of(values: list):
-    """Return a feature of these values: whether they are text, bools, or lists."""
-    if any(isinstance(value, list | dict) for value in values):
-        return datasets.List(datasets.Value("string"))
-    return datasets.Value("bool" if any(isinstance(value, bool) for value in values) else "string")
+    columns = columns or {}
+    encoder = Encoder(tokenizer, 500, 1024, False, True, [*columns])
+    there = columns_by_name(dict.fromkeys(name for row in rows for name in row), columns)
+    batch = {name: [row.get(column) for row in rows] for name, column in there.items()}
+    first = {name: next((value for value in values if value is not None), None) for name, values in batch.items()}
+    encoder.choose(list(batch), "train", first.get)
+    made = encoder.encode_batch(batch, [f"row {i}" for i in range(len(rows))])
+    return list(zip(made["input_ids"], made["labels"], strict=True))
 
 
 SYSTEM, USER, ASSISTANT = ("system", "be"), ("user", "def x"), ("assistant", "self für")
@@ -97,7 +91,7 @@ TOOL = {"name": "f", "description": "adds", "parameters": {"type": "object"}}
 WRAPPED = {"type": "function", "function": TOOL}
 CALL = {"name": "f", "arguments": {"a": 1}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
-# name -> rows in this format, the same as messages, fields of the run file
+# name -> rows in this format, the same as messages, `columns` of the run file
 SAME = {
     "from and value": (
         [
@@ -120,7 +114,7 @@ SAME = {
     "another column": (
         [{"dialogue": turns(SYSTEM, USER, ASSISTANT, *MORE), "text": "no"}],
         [{"messages": CHAT}],
-        {"messages_column": "dialogue"},
+        {"conversations": "dialogue"},
     ),
     "column system": (
         [
@@ -191,12 +185,12 @@ SAME = {
     "question and answer as a chat": (
         [{"system_prompt": "be", "question": "def x", "answer": "self für", "prompt": "no", "completion": "no"}],
         [{"messages": CHAT[:3]}],
-        {"instruction_column": "question", "output_column": "answer", "system_column": "system_prompt"},
+        {"instruction": "question", "output": "answer", "system": "system_prompt"},
     ),
     "input and output": (
         [{"input": "def x", "output": "self für"}],
         [{"messages": CHAT[1:3]}],
-        {"instruction_column": "input"},
+        {"instruction": "input"},
     ),
     "prompt and completion": (
         [{"prompt": turns(SYSTEM, USER, ASSISTANT, MORE[0]), "completion": turns(MORE[1])}],
@@ -206,7 +200,7 @@ SAME = {
     "prompt that the completion repeats, and tools": (
         [{"ask": turns(USER), "answer": turns(USER, ASSISTANT), "functions": json.dumps([WRAPPED])}],
         [{"messages": CHAT[1:3], "tools": json.dumps([WRAPPED])}],
-        {"prompt_column": "ask", "completion_column": "answer", "tools_column": "functions"},
+        {"prompt": "ask", "completion": "answer", "tools": "functions"},
     ),
     "prompt of text": (
         [
@@ -227,11 +221,11 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_rows_equal_the_same_chats_as_messages(folder, tokenizer, name):
     """Also from a Parquet file, in which all turns have the keys of each, some of them null."""
-    rows, messages, fields = SAME[name]
+    rows, messages, columns = SAME[name]
     expected = encoded(tokenizer, messages)
     assert all(any(label != -100 for label in labels) for _, labels in expected)
-    assert encoded(tokenizer, rows, **fields) == expected
-    assert prepared(folder, rows, "parquet", **fields) == expected
+    assert encoded(tokenizer, rows, columns) == expected
+    assert prepared(folder, rows, "parquet", columns=columns) == expected
 
 
 def test_json_and_arrow_files_read_the_same(folder, tokenizer):
@@ -246,17 +240,17 @@ def test_sources_of_a_mixture_may_have_other_formats(folder, tokenizer, tmp_path
     kit.write_jsonl(tmp_path / "a.jsonl", [{"dialogue": from_turns(USER, ASSISTANT)}])
     kit.write_jsonl(tmp_path / "b.jsonl", [{"instruction": "def x", "output": "self für"}])
     mixture = {name: {"train_file": str(tmp_path / f"{name}.jsonl")} for name in "ab"}
-    _, splits = opened(folder, mixture=mixture, messages_column="dialogue")
+    _, splits = opened(folder, mixture=mixture, columns={"messages": "dialogue"})
     expected = encoded(tokenizer, [{"messages": CHAT[1:3]}])
     for _, _, part in splits["train"].segments():
         assert [(row["input_ids"].tolist(), row["labels"].tolist()) for row in kit.all_rows(part)] == expected
     assert (
-        "`dialogue`, which messages_column names, is not among the columns instruction, output"
+        "`dialogue`, which columns names for messages, is not among the columns instruction, output"
         in capsys.readouterr().err
     )
     plan = describe_rows(splits)
     assert plan.startswith(
-        "train a: `dialogue` as chats: loss on the assistant's turns; train b: `instruction`, `input`"
+        "train a: `messages` as chats: loss on the assistant's turns (`messages` is the column `dialogue`); train b: `instr"
     )
 
 
@@ -296,29 +290,29 @@ def test_instructions_without_a_template_are_laid_out_as_alpaca_did(folder, toke
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
 
-def mutant_without_input(instruction, more, *rest):
-    return row_formats.read_instruction(instruction, None, *rest)
+def mutant_without_input(row, part, is_optional=False):
+    return "" if part == "input" else row[part]
 
 
-def mutant_without_system(messages, system, column):
+def mutant_without_system(messages, system):
     return messages, ""
 
 
 def mutant_that_trains_prompts(prompt, completion, names):
-    return [*prompt, *completion]
+    return prompt, completion
 
 
-def mutant_that_trains_humans(messages, other_roles=False):
-    named = row_formats.read_turns(messages, other_roles)
+def mutant_that_trains_humans(messages, name, other_roles=False):
+    named = foreign_turns.read_turns(messages, name, other_roles)
     return [turn | {"role": "assistant"} if turn["role"] == "user" else turn for turn in named]
 
 
 @pytest.mark.parametrize(
     "name, function, mutant",
     [
-        ("Alpaca", "read_instruction", mutant_without_input),
+        ("Alpaca", "_text", mutant_without_input),
         ("column system", "with_system", mutant_without_system),
-        ("prompt and completion", "join_prompt", mutant_that_trains_prompts),
+        ("prompt and completion", "split_prompt", mutant_that_trains_prompts),
         ("from and value", "read_turns", mutant_that_trains_humans),
     ],
 )
@@ -326,7 +320,7 @@ def test_mutants_are_caught(tokenizer, monkeypatch, name, function, mutant):
     rows, messages, _ = SAME[name]
     expected = encoded(tokenizer, messages)
     assert encoded(tokenizer, rows) == expected
-    monkeypatch.setattr(encode_rows, function, mutant)
+    monkeypatch.setattr(row_formats, function, mutant)
     assert encoded(tokenizer, rows) != expected
 
 
@@ -345,7 +339,7 @@ ALPACA = {"instruction": "def", "output": "if"}
             {"conversations": [HUMAN, {"from": "function", "value": "x"}]},
             "turn 1 has the role 'function'.*function_call",
         ),
-        ({"conversations": [HUMAN, {"from": "function_call", "value": "f(x)"}]}, "turn 1 is a function_call.*no JSON"),
+        ({"conversations": [HUMAN, {"from": "function_call", "value": "f(x)"}]}, "turn 1 is a function_call.*not JSON"),
         ({"conversations": [HUMAN, {"from": "function_call", "value": "[]"}]}, "turn 1 is a function_call.*`name`"),
         (
             {"conversations": [HUMAN, {"from": "gpt", "role": "user", "value": "x"}]},
@@ -358,9 +352,10 @@ ALPACA = {"instruction": "def", "output": "if"}
         ({"conversations": [HUMAN, {"from": "gpt", "value": [{"type": "image"}]}]}, "turn 1 has parts of type image"),
         ({"conversations": [HUMAN, GPT | {"weight": 0.5}]}, "turn 1 has `weight` 0.5"),
         ({"conversations": None}, "not a list of turns"),
-        ({"conversations": "def"}, "not a list of turns"),
+        ({"conversations": "def"}, "`conversations`: it is text, but not JSON"),
         ({"conversations": [HUMAN, GPT], "label": False}, "`label` is false"),
         ({"conversations": [HUMAN, GPT], "kto_tag": False}, "`kto_tag` is false"),
+        ({"conversations": [HUMAN, GPT], "label": "False"}, "`label` is false"),  # of a CSV
         ({"conversations": [{"from": "system", "value": "be"}, GPT], "system": "do"}, "both system texts, and differ"),
         ({"conversations": [GPT | {"weight": 2}], "system": "do"}, r"turn 1 has `weight` 2.*\(turn 0 is `system`\)"),
         ({"conversations": [HUMAN, GPT], "tools": "f(x)"}, "`tools` of the row is text, but not JSON"),
@@ -403,17 +398,19 @@ def test_error_of_a_row_ends_the_run_with_code_2(folder, tmp_path):
         tmp_path / "bad.jsonl", [{"chat": [HUMAN, GPT]}, {"chat": [HUMAN, {"from": "x", "value": ""}]}]
     )
     flags = kit.flags(model_config=folder / "gpt2.yaml", tokenizer_name=folder / "chats", train_file=path, max_steps=1)
-    codes, texts = kit.run_command("train", *flags, "--messages_column", "chat", "--dry_run", folder=tmp_path)
+    codes, texts = kit.run_command("train", *flags, "--columns", "{messages: chat}", "--dry_run", folder=tmp_path)
     assert codes == [2]
-    assert "bad.jsonl, line 2: train data: `chat`: turn 1 has the role 'x'" in texts[0]
+    assert "bad.jsonl, line 2: train data: `messages`: turn 1 has the role 'x'" in texts[0]
+    assert "(`messages` is the column `chat`)" in texts[0]
 
 
-def choose(columns, capsys, **named) -> tuple[list, str]:
-    """Return (the columns that are read, what is printed) for data with these columns."""
+def choose(columns, capsys, named) -> tuple[list, str]:
+    """Return (the parts that are read, what is printed) for data with these columns."""
     said.clear()
-    encoder = Encoder(object(), 9, 9, False, "text", True, named=named)
-    needed, _ = encoder.choose(columns, "train")
-    return needed, capsys.readouterr().err
+    check_columns(columns, named, "train", is_mixed=False)
+    there = columns_by_name(columns, named)
+    needed, _ = Encoder(object(), 9, 9, False, True, [*named]).choose([*there], "train", lambda column: None)
+    return [name for name in needed if name in there], capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -421,20 +418,21 @@ def choose(columns, capsys, **named) -> tuple[list, str]:
     [
         ("messages conversations system", {}, "messages", "conversations, system"),
         ("messages conversations system", {"system": "system"}, "messages system", "conversations"),
-        ("messages conversations system", {"messages": "conversations"}, "conversations system", "messages"),
+        ("messages conversations system", {"conversations": "messages"}, "conversations system", "conversations"),
         ("text instruction input output", {}, "text", "instruction, input, output"),
         ("text instruction input output", {"instruction": "instruction"}, "instruction output input", "text"),
         ("prompt completion tools", {}, "prompt completion", "tools"),
-        ("instruction input output", {"prompt": "instruction", "completion": "output"}, "instruction output", "input"),
-        ("input_ids labels chat", {"messages": "chat"}, "chat", "input_ids, labels"),
+        ("instruction input output", {"prompt": "instruction", "completion": "output"}, "prompt completion", "input"),
+        ("input_ids labels chat", {"messages": "chat"}, "messages", "input_ids, labels"),
         ("text chosen rejected", {}, "text", "chosen, rejected"),
     ],
 )
 def test_columns_of_several_formats(capsys, columns, named, read, ignored):
     """What the run file names goes first; what is not read is warned of."""
-    needed, printed = choose(columns.split(), capsys, **named)
+    needed, printed = choose(columns.split(), capsys, named)
     assert needed == read.split()
-    assert f"the columns {ignored} are not used: only {', '.join(needed)}" in printed
+    only = named.get(ignored, ", ".join(needed))
+    assert f"the columns {ignored} are not used: only {only}" in printed
 
 
 @pytest.mark.parametrize(
@@ -443,29 +441,29 @@ def test_columns_of_several_formats(capsys, columns, named, read, ignored):
         (
             "text chat",
             {"messages": "chta"},
-            "`chta`, which messages_column names, is not among the columns text, chat; did",
+            "`chta`, which columns names for messages, is not among the columns text, chat; did",
         ),
         (
             "question text",
             {"prompt": "question"},
-            "`completion` is not among the columns question, text: give --completion",
+            "`completion` is not among the columns .*: give --columns '{completion",
         ),
         (
             "messages",
             {"tools": "functions"},
-            "`functions`, which tools_column names, is not among the columns messages",
+            "`functions`, which columns names for tools, is not among the columns messages",
         ),
-        ("a b", {}, "no usable column among a, b: .*--text_column.*--messages_column.*--instruction_column"),
+        ("a b", {}, "no usable column among a, b: .*`text`.*`instruction` and `output`.*--columns"),
     ],
 )
 def test_columns_that_the_data_lacks_are_refused(capsys, columns, named, words):
     with pytest.raises(UsageError, match=words):
-        choose(columns.split(), capsys, **named)
+        choose(columns.split(), capsys, named)
 
 
 def test_a_long_chat_is_read_in_linear_time(monkeypatch):
     """Each turn is looked at once, so no count grows faster than the turns."""
     calls = []
-    original = row_formats._read_turn
-    monkeypatch.setattr(row_formats, "_read_turn", lambda *turn: calls.append(1) or original(*turn))
-    assert len(row_formats.read_turns([HUMAN, GPT] * 500)) == len(calls) == 1000
+    original = foreign_turns._read_turn
+    monkeypatch.setattr(foreign_turns, "_read_turn", lambda *turn: calls.append(1) or original(*turn))
+    assert len(foreign_turns.read_turns([HUMAN, GPT] * 500, "it")) == len(calls) == 1000

@@ -114,6 +114,13 @@ def test_choice_is_made_by_tokenizer_and_options(folder, file, case, monkeypatch
     assert choose(folder, file, case) == chosen
 
 
+def test_a_byte_order_mark_of_a_file_is_no_part_of_the_template(folder, tmp_path):
+    (tmp_path / "chat.jinja").write_text(TEXTS["chatml"], encoding="utf-8-sig")
+    tokenizer = tokenizer_with(folder, None)
+    make_chat_format(tokenizer, ChatOptions(chat_template=str(tmp_path / "chat.jinja")))
+    assert tokenizer.chat_template == TEXTS["chatml"]
+
+
 def test_mutant_that_saves_the_template_of_the_rows_is_caught():
     assert [case for case, (*_, rows, saved, _) in CHOICES.items() if rows not in (None, saved)] != []
 

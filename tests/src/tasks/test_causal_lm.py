@@ -363,7 +363,7 @@ def test_text(folder, tokenizer, append):
     encoded = [tokenizer(text)["input_ids"] for text in texts]
     expected = [ids + [eos] * (append and ids[-1:] != [eos]) for ids in encoded]
     rows = [{"code": text, "text": "no"} for text in texts]
-    _, got, batch, _ = open_batch(folder, rows, append_eos=append, text_column="code")
+    _, got, batch, _ = open_batch(folder, rows, append_eos=append, columns={"text": "code"})
     assert [row["input_ids"].tolist() for row in got] == expected
     assert target_rows(batch) == [ids[1:] for ids in expected]
     assert batch.weight == sum(max(0, len(ids) - 1) for ids in expected)
