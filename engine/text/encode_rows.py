@@ -232,7 +232,7 @@ class Encoder:
 
     def _encode_chats(self, batch: dict[str, list], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):
-            from engine.text.chat import encode_chat
+            from engine.text.encode_chat import encode_chat
         columns = " and ".join(f"`{column}`" for column in self.format.required.values())
         for location, row in zip(locations, self.read_chats(batch, locations), strict=True):
             chat = (row.turns, location, row.tools, self.structs, self.chat_format, row.variables, columns)

@@ -5,14 +5,14 @@ Tests: tests/engine/text/test_template_families.py and tests/addons/data/test_st
 
 import functools
 import re
-from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.paths import REPOSITORY
-from engine.text.answer_prompt import DATE, AnswerPrompts, renderer, with_fixed_date
-from engine.text.chat import render_answers
 from engine.text.chat_turns import Chat, read_chat
+from engine.text.find_targets import DATE, AnswerPrompts, find_targets, with_fixed_date
+from engine.text.render_chat import marks_turns, renderer
 
 FOLDER = REPOSITORY / "configs" / "chat_templates"
 EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
@@ -83,9 +83,6 @@ PROBES = [
     Probe([USER, REASONED], says=(REASONED["reasoning_content"],)),
 ]
 PROMPT = Probe([USER])
-# Without two calls in one turn: some families have one, by their format.
-ONE_CALL = [probe for probe in PROBES if "purple" not in probe.says]
-TRAINED = [*ONE_CALL, Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])]
 
 
 def family_files() -> dict[str, Path]:
@@ -110,28 +107,30 @@ def family_of(tokenizer: Any) -> str | None:
     return best if best is not None and equal_probes[best] else None
 
 
-def trains_all_turns(tokenizer: Any) -> bool:
-    """Return whether the tokenizer's own template trains chats of several turns, with a system's turn, tools and
+def trains_probes(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's own template marks what is trained of chats with turns of the system, tools and
     reasoning."""
-    return count_trained(tokenizer, None, TRAINED) == len(TRAINED)
-
-
-def count_trained(
-    tokenizer: Any, template: str | None, probes: list[Probe], with_history_of_inference: bool = False
-) -> int:
-    """Return how many chats a template, None for the tokenizer's own one, trains: all their turns, or the last one."""
-    count = 0
-    for probe in probes:
+    for probe in PROBES:
         try:
             chat = read_chat(probe.turns, probe.tools)
-            if with_history_of_inference:
-                chat = replace(chat, is_trained=[False] * (len(chat.turns) - 1) + [True])
-            writes = with_fixed_date(template or tokenizer.get_chat_template(tools=probe.tools))
-            spans = render_answers(AnswerPrompts(tokenizer, chat, writes, {}), writes, with_history_of_inference)[1]
+            template = with_fixed_date(tokenizer.get_chat_template(tools=probe.tools))
+            _, spans = find_targets(AnswerPrompts(tokenizer, chat, template, {}))
         except Exception:  # whatever a template raises
-            continue
-        count += len(spans) == sum(chat.is_trained)
-    return count
+            return False
+        if not marks_turns(template) or len(spans) != sum(chat.is_trained):
+            return False
+    return True
+
+
+def nearest_family(tokenizer: Any) -> str:
+    """Return the name of the template that writes a short chat most like the tokenizer's own one."""
+    own, *_ = [text for text in (_render(tokenizer, probe, None) for probe in PROBES) if text] or [""]
+    families = _templates(tuple(family_files().values()))
+
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, own, _render(tokenizer, PROBES[0], families[name]) or "").ratio()
+
+    return max(families, key=likeness)
 
 
 class _Own:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config.errors import UsageError, kept_warnings
 from engine.models.prompts import read_prompt
-from engine.text import chat, chat_options
+from engine.text import chat_options, encode_chat
 from engine.text.encode_rows import Encoder
 from engine.text.template_families import family_files
 from engine.text.template_variables import split_defaults, variables_of, with_defaults
@@ -27,7 +27,7 @@ REASONED = ANSWER | {"reasoning_content": "R"}
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    monkeypatch.setattr(chat, "warn_once", lambda message: None)
+    monkeypatch.setattr(encode_chat, "warn_once", lambda message: None)
 
 
 def settings_of(family: str) -> list[dict]:
@@ -44,7 +44,7 @@ def settings_of(family: str) -> list[dict]:
 
 def encode(family: str, turns, tools, setting: dict, which: str = "all", two_breaks: bool = True) -> list:
     chosen = chat_options.ChatFormat(variables=setting, train_turns=which)
-    return chat.encode_chat(tokenizer_of(TEMPLATES[family], two_breaks), turns, "row", tools, chat_format=chosen)
+    return encode_chat.encode_chat(tokenizer_of(TEMPLATES[family], two_breaks), turns, "row", tools, chat_format=chosen)
 
 
 # ---- the table of docs/data.md ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_long_chats_render_few_prompts(monkeypatch):
     counts = []
     for turns in (4, 4, 80):  # what is cached is not rendered again
         rendered.clear()
-        chat.encode_chat(tokenizer, [QUESTION, ANSWER] * turns, "row", None)
+        encode_chat.encode_chat(tokenizer, [QUESTION, ANSWER] * turns, "row", None)
         counts.append(len(rendered))
     assert counts[1] == counts[2] < 10
 
@@ -158,14 +158,14 @@ def test_a_turn_begins_another_sequence_where_its_prompt_does_not_continue_the_o
     chosen = chat_options.ChatFormat(TEMPLATES[template] if template else None)
     result = {"role": "tool", "content": "T"}
     turns = [QUESTION, REASONED, result, ANSWER, QUESTION, ANSWER]
-    sequences = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    sequences = encode_chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
     found = [prompts_of(ids, labels) for ids, labels, _ in sequences]
     assert [len(prompts) for prompts in found] == [2, 1]
     for i, ids in zip((1, 3, 5), [prompt for prompts in found for prompt in prompts], strict=True):
         prompt = tokenizer.apply_chat_template(turns[:i], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids) == prompt
     # A task that compares answers has one sequence.
-    one = chat.encode_chat(
+    one = encode_chat.encode_chat(
         tokenizer,
         turns,
         "row",
@@ -181,7 +181,7 @@ def test_an_only_answer_has_the_history_of_inference(which):
     tokenizer = tokenizer_of(STOCK, True)
     chosen = chat_options.ChatFormat(TEMPLATES["qwen3"], train_turns=which, one_sequence=which == "all")
     turns = [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]
-    [(ids, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    [(ids, labels, _)] = encode_chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
     prompt = tokenizer.apply_chat_template([QUESTION, ANSWER, QUESTION], tokenize=False, add_generation_prompt=True)
     assert [tokenizer.decode(found) for found in prompts_of(ids, labels)] == [prompt]
 
@@ -191,7 +191,7 @@ def test_an_only_answer_has_the_history_of_inference(which):
 def test_the_assistant_may_speak_first(template, which):
     tokenizer = tokenizer_of(template, True)
     for turns in ([ANSWER], [ANSWER, QUESTION, ANSWER]):
-        sequences = chat.encode_chat(
+        sequences = encode_chat.encode_chat(
             tokenizer, turns, "row", None, chat_format=chat_options.ChatFormat(train_turns=which)
         )
         said = "".join(tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in sequences)
@@ -228,14 +228,16 @@ def test_the_last_switch_may_decide():
     turns = []
     for switch in ("/no_think", "/think", "/no_think"):
         turns += [QUESTION | {"content": f"Q {switch}"}, ANSWER]
-    [(_, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None)
+    [(_, labels, _)] = encode_chat.encode_chat(tokenizer, turns, "row", None)
     said = tokenizer.decode([label for label in labels if label != IGNORED])
     assert said == "A<|im_end|>\n<think></think>A<|im_end|>\nA<|im_end|>\n"
 
 
 def counted(tokenizer, turns, **format) -> dict[str, int]:
     with kept_warnings() as warnings:
-        chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format))
+        encode_chat.encode_chat(
+            tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format)
+        )
     return {kind: number for kind, (_, number) in warnings.items()}
 
 
