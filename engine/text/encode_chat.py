@@ -4,6 +4,7 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 """
 
 import functools
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -150,22 +151,24 @@ def _borders(tokenizer: Any, text: str, spans: list[Span], ids: list[int], offse
 
     Texts between special tokens are tokenized on their own, so the prompt's end is compared from the last one on, or
     where none is near, the last tokens of a window."""
-    starts = np.array([start for start, _ in offsets])
-    special = np.flatnonzero(np.isin(ids, [*_special_ids(tokenizer)]))
-    ends, tails = [], []
+    special = _special_ids(tokenizer)
+    starts = [start for start, _ in offsets]
+    borders = []
     for span in spans:
-        end = int(np.searchsorted(starts, span.begin))
-        before = special[: np.searchsorted(special, end)]
+        end = bisect_left(starts, span.begin)
         near = max(0, end - WINDOW)
-        first = max(int(before[-1]) if len(before) else 0, near)
+        first = next((k for k in range(end - 1, near, -1) if ids[k] in special), near)
         if first < end:
             compared = end - first if first > near or not near else FEW_TOKENS
-            ends.append((span.begin, ids[end - compared : end]))
-            tails.append(text[offsets[first][0] : span.begin])
-    if not tails:
-        return []
-    alone = tokenizer(tails, add_special_tokens=False, verbose=False)["input_ids"]
-    return [begin for (begin, joint), tail in zip(ends, alone, strict=True) if list(tail)[-len(joint) :] != joint]
+            alone = _ids_alone(tokenizer, text[offsets[first][0] : span.begin])
+            if alone[-compared:] != ids[end - compared : end]:
+                borders.append(span.begin)
+    return borders
+
+
+@functools.lru_cache(1024)  # most turns have the same header
+def _ids_alone(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:

@@ -135,8 +135,10 @@ def _added_by_prompt(render: Render, turns: list[dict], prompt: str | None) -> s
     plain = render(turns, add_generation_prompt=False)
     if prompt is None:
         prompt = render(turns, add_generation_prompt=True)
-    both = zip(plain, prompt, strict=False)
-    length = next((i for i, (one, other) in enumerate(both) if one != other), min(len(plain), len(prompt)))
+    if prompt.startswith(plain):
+        return prompt[len(plain) :]
+    both = zip(plain, prompt, strict=False)  # a template may end a text that has no prompt
+    length = next((i for i, (one, other) in enumerate(both) if one != other), len(prompt))
     return prompt[length:]
 
 

@@ -177,7 +177,7 @@ def check_written(chat: Chat, written: WrittenChat) -> None:
             if not (text.is_reasoning and (text.turn, text.text) in reasoning):
                 _refuse(chat, text)
             continue
-        if text.name == ARGUMENTS and any(
+        if text.name == ARGUMENTS and all(
             written.text[begin - 1 : begin] == written.text[end : end + 1] == '"' for begin, end in places
         ):
             raise ValueError(

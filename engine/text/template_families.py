@@ -82,12 +82,31 @@ PROBES = [
     ),
     Probe([USER, REASONED], says=(REASONED["reasoning_content"],)),
 ]
-PROMPT = Probe([USER])
 
 
 def family_files() -> dict[str, Path]:
     """Return the templates that ship, by name."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.jinja"))}
+
+
+@functools.lru_cache
+def _templates(files: tuple[Path, ...]) -> dict[str, str]:
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+
+
+def _write_probes(tokenizer: Any, template: str | None) -> list[str | None]:
+    """Return each probe, and last the prompt of a question, as `template`, or the tokenizer's own one, writes it.
+
+    None if it refuses the probe."""
+    texts: list[str | None] = []
+    for probe in [*PROBES, Probe([USER])]:
+        options = {} if len(texts) < len(PROBES) else {"add_generation_prompt": True}
+        try:
+            render = renderer(tokenizer, Chat(probe.turns, [], probe.tools), template, {})
+            texts.append(render(probe.turns, **options))
+        except Exception:  # whatever a template raises
+            texts.append(None)
+    return texts
 
 
 def family_of(tokenizer: Any) -> str | None:
@@ -96,15 +115,48 @@ def family_of(tokenizer: Any) -> str | None:
     Empty reasoning in earlier turns may differ, and the date if the own template writes that of today. A chat that the
     own template refuses, or of which it hides a part, only decides between templates that are equal in all others; so
     does the generation prompt."""
-    own = _Own(tokenizer)
-    if own.texts[0] is None:
+    *own, prompt = _write_probes(tokenizer, None)
+    if own[0] is None:
         return None
-    equal_probes = {}
+    opens_reasoning = (prompt or "").rstrip().endswith("<think>")
+    has_date = "strftime_now" in tokenizer.get_chat_template()
+
+    def comparable(probe: Probe, text: str) -> str:
+        text = text.replace(ESCAPED_QUOTE, '"')
+        if has_date:
+            text = DATE.sub("DATE", text)
+        return EMPTY_REASONING.sub("", text) if probe.some_reasoning_differs or opens_reasoning else text
+
+    by_name = (tokenizer.bos_token, tokenizer.eos_token)
+    markers = [marker for marker in MARKER.findall(own[0]) if marker not in by_name]
+    best, most = None, 0
     for family, template in _templates(tuple(family_files().values())).items():
-        if own.may_be(template):
-            equal_probes[family] = own.count_equal(template)
-    best = max(equal_probes, key=lambda family: equal_probes[family], default=None)
-    return best if best is not None and equal_probes[best] else None
+        if not all(marker in template for marker in markers):  # compiling each template takes longer
+            continue
+        *others, other_prompt = _write_probes(tokenizer, template)
+        count = int(other_prompt == prompt)
+        for probe, text, other in zip(PROBES, own, others, strict=True):
+            if text is None:
+                continue
+            if other is not None and comparable(probe, other) == comparable(probe, text):
+                count += 1
+            elif all(words in text for words in probe.says):
+                count = -len(PROBES)  # it differs in a chat that the own one writes whole
+        if count > most:
+            best, most = family, count
+    return best
+
+
+def nearest_family(tokenizer: Any) -> str:
+    """Return the name of the template that writes a short chat most like the tokenizer's own one."""
+    own = next(filter(None, _write_probes(tokenizer, None)), "")
+    families = _templates(tuple(family_files().values()))
+
+    def likeness(name: str) -> float:
+        other = next(filter(None, _write_probes(tokenizer, families[name])), "")
+        return SequenceMatcher(None, own, other).ratio()
+
+    return max(families, key=likeness)
 
 
 def trains_probes(tokenizer: Any) -> bool:
@@ -120,70 +172,3 @@ def trains_probes(tokenizer: Any) -> bool:
         if not marks_turns(template) or len(spans) != sum(chat.is_trained):
             return False
     return True
-
-
-def nearest_family(tokenizer: Any) -> str:
-    """Return the name of the template that writes a short chat most like the tokenizer's own one."""
-    own, *_ = [text for text in (_render(tokenizer, probe, None) for probe in PROBES) if text] or [""]
-    families = _templates(tuple(family_files().values()))
-
-    def likeness(name: str) -> float:
-        return SequenceMatcher(None, own, _render(tokenizer, PROBES[0], families[name]) or "").ratio()
-
-    return max(families, key=likeness)
-
-
-class _Own:
-    """What a tokenizer's own template writes, to compare it with others."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.texts = [_render(tokenizer, probe, None) for probe in PROBES]
-        self.prompt = _render(tokenizer, PROMPT, None, add_generation_prompt=True)
-        self.prompt_opens_reasoning = (self.prompt or "").rstrip().endswith("<think>")
-        self.has_date = self.texts[0] is not None and "strftime_now" in tokenizer.get_chat_template()
-
-    def may_be(self, template: str) -> bool:
-        """Return whether the source of a template has all markers of the text: compiling each template takes longer."""
-        by_name = (self.tokenizer.bos_token, self.tokenizer.eos_token)
-        return all(marker in template for marker in MARKER.findall(self.texts[0] or "") if marker not in by_name)
-
-    def count_equal(self, template: str) -> int:
-        """Return how many probes a template writes as the own one; 0 if it differs in one that the own one writes whole.
-
-        Writing the same generation prompt counts as one more."""
-        count = 0
-        for probe, text in zip(PROBES, self.texts, strict=True):
-            if text is None:
-                continue
-            other = _render(self.tokenizer, probe, template)
-            if other is not None and self._comparable(probe, other) == self._comparable(probe, text):
-                count += 1
-            elif all(words in text for words in probe.says):
-                return 0
-        if _render(self.tokenizer, PROMPT, template, add_generation_prompt=True) == self.prompt:
-            count += 1
-        return count
-
-    def _comparable(self, probe: Probe, text: str) -> str:
-        """Return a text without what may differ."""
-        text = text.replace(ESCAPED_QUOTE, '"')
-        if self.has_date:
-            text = DATE.sub("DATE", text)
-        if probe.some_reasoning_differs or self.prompt_opens_reasoning:
-            text = EMPTY_REASONING.sub("", text)
-        return text
-
-
-def _render(tokenizer: Any, probe: Probe, template: str | None, **options: Any) -> str | None:
-    """Return a probe as `template`, or the tokenizer's own one, writes it; None if it refuses the probe."""
-    try:
-        return renderer(tokenizer, Chat(probe.turns, [], probe.tools), template, {})(probe.turns, **options)
-    except Exception:  # whatever a template raises
-        return None
-
-
-@functools.lru_cache
-def _templates(files: tuple[Path, ...]) -> dict[str, str]:
-    """Return the text of each template, by the name of its file."""
-    return {file.stem: file.read_text(encoding="utf-8") for file in files}

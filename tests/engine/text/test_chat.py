@@ -78,6 +78,19 @@ def test_marks_that_a_template_cuts_are_refused(tokenizer):
         render(tokenizer, template.replace("WORDS", "words[:5]"), CHAT)
 
 
+def test_marks_may_leave_out_reasoning_but_no_words(tokenizer):
+    """What an answer says would quietly be no target."""
+    template = MARKS.replace("{% if m['role']", "{{ m.reasoning }}{% if m['role']", 1)
+    chat = [CHAT[0], CHAT[1] | {"reasoning": "why"}]
+    text, [(a, b)] = render(tokenizer, template, chat)
+    assert text[:a].endswith("why")
+    assert text[a:b] == "hello"
+    for words in ("{{ m['content'] }}{% generation %}!{% endgeneration %}", "{% generation %}!{% endgeneration %}"):
+        cut = MARKS.replace("{% generation %}{{ m['content'] }}{% endgeneration %}", words)
+        with pytest.raises(ValueError, match="the content of turn 1"):
+            render(tokenizer, cut, CHAT)
+
+
 def test_words_of_the_assistant_that_stand_elsewhere_are_refused(tokenizer):
     """As Gemma 4 writes what is said beside a call: after the result of the tool. It would be no target."""
     template = (
@@ -356,6 +369,14 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
+def test_each_tool_of_a_row_is_written(tokenizer):
+    template = "{{ (tools or [])[:1] | tojson }}" + kit.CHATML
+    other = {"type": "function", "function": {"name": "assistant"}}  # stands in headers, too
+    assert render(tokenizer, template, CHAT, TOOLS)
+    with pytest.raises(ValueError, match="does not write the `tools`"):
+        render(tokenizer, template, CHAT, [*TOOLS, other])
+
+
 @pytest.mark.parametrize("tools", [None, "", " ", "[]", []])
 def test_a_row_may_have_no_tools(tools):
     assert read_chat(CHAT, tools).tools is None
@@ -409,6 +430,8 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (TOOL_CHAT, called('{"city": "Zürich"}'), "quotes the arguments of turn 1 again"),
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
+        (FIRST_ONLY, called({"a": "one", "b": "one"}), "does not write the tool_calls of turn 1"),
+        (NO_TURN, [*CHAT[:2], {"role": "user", "content": "s"}, CHAT[1]], "does not write the content of turn 2"),
         (LATER, CHAT, "turn 1 .*prompt ends, ''.*--chat_template.*is nearest"),
         (THINK_PROMPT, CHAT, "turn 1 .*prompt ends, '<|assistant|><think>'"),
     ],

@@ -78,6 +78,10 @@ def file(tmp_path):
 
 CHOICES = {  # tokenizer's own template, chat_template -> training_template, template of rows, saved template, reason
     "trains every turn": (TEXTS["qwen3"], None, "own", None, TEXTS["qwen3"], "which marks what is trained"),
+    "marks, without a place for reasoning": (
+        *(TEXTS["chatml"], None),
+        *("chatml", TEXTS["chatml"], TEXTS["chatml"], "final/ keeps the tokenizer's own"),
+    ),
     "changes earlier turns": (STOCK, None, "qwen3", TEXTS["qwen3"], STOCK, "final/ keeps the tokenizer's own"),
     "unknown": (PLAIN, None, "own", None, PLAIN, "are refused"),
     "none": (None, None, None, None, None, ""),
