@@ -83,7 +83,9 @@ def encode_chat(
         except ValueError as error:
             if marks_turns(template):
                 raise
-            raise ValueError(f"{error} (of those that ship, {nearest_family(tokenizer)} is nearest)") from error
+            raise ValueError(
+                f"{error} (of those that ship, {nearest_family(tokenizer, template)} is nearest)"
+            ) from error
         for part, text, spans in parts:
             text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
             for span in spans:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from engine.text.chat_turns import CALLS, REASONING, Chat
 from engine.text.render_chat import (
     QUESTION,
-    Render,
     WrittenChat,
     check_inside,
     check_written,
@@ -88,9 +87,9 @@ class AnswerPrompts:
         self._beginnings: dict[tuple, str] = {}
 
     def prompt(self, i: int) -> str:
-        """Return the text after which turn `i` is the answer."""
+        """Return the text after which turn `i` is the answer; for the first turn, that after a question."""
         if i not in self._prompts:
-            self._prompts[i] = self.render(self.chat.turns[:i], add_generation_prompt=True)
+            self._prompts[i] = self.render(self.chat.turns[:i] or QUESTION, add_generation_prompt=True)
         return self._prompts[i]
 
     def beginning(self, i: int) -> str:
@@ -103,11 +102,12 @@ class AnswerPrompts:
         found = [each for each in found if any(each)]  # a template may read all of them, or the last one
         key = (last.get("role"), *(bool(last.get(name)) for name in CALLS), frozenset(found), *found[-1:])
         if key not in self._beginnings:
+            turns = before or QUESTION  # a template cannot render an empty chat
             try:
-                prompt = self.prompt(i) if before else None
-                self._beginnings[key] = _added_by_prompt(self.render, before, prompt)
+                plain, prompt = self.render(turns), self.prompt(i)
             except Exception:  # the own template refuses the chat, so inference cannot render it, either
-                self._beginnings[key] = _added_by_prompt(self.render_row, before, None)
+                plain, prompt = self.render_row(turns), self.render_row(turns, add_generation_prompt=True)
+            self._beginnings[key] = _added(plain, prompt)
         return self._beginnings[key]
 
     def skips_reasoning(self, i: int) -> bool:
@@ -129,17 +129,12 @@ class AnswerPrompts:
         return text.startswith(prompt) or DATE.sub("", text).startswith(DATE.sub("", prompt))
 
 
-def _added_by_prompt(render: Render, turns: list[dict], prompt: str | None) -> str:
-    """Return what the generation prompt adds after these turns. `prompt`: these turns with it, if that is known."""
-    turns = turns or QUESTION  # a template cannot render an empty chat
-    plain = render(turns, add_generation_prompt=False)
-    if prompt is None:
-        prompt = render(turns, add_generation_prompt=True)
+def _added(plain: str, prompt: str) -> str:
+    """Return what stands in a prompt after the text that it has in common with the same turns without it."""
     if prompt.startswith(plain):
         return prompt[len(plain) :]
     both = zip(plain, prompt, strict=False)  # a template may end a text that has no prompt
-    length = next((i for i, (one, other) in enumerate(both) if one != other), len(prompt))
-    return prompt[length:]
+    return prompt[next((i for i, (one, other) in enumerate(both) if one != other), len(prompt)) :]
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------

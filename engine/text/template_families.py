@@ -147,9 +147,10 @@ def family_of(tokenizer: Any) -> str | None:
     return best
 
 
-def nearest_family(tokenizer: Any) -> str:
-    """Return the name of the template that writes a short chat most like the tokenizer's own one."""
-    own = next(filter(None, _write_probes(tokenizer, None)), "")
+@functools.lru_cache
+def nearest_family(tokenizer: Any, template: str) -> str:
+    """Return the name of the template that ships that writes a short chat most like `template`."""
+    own = next(filter(None, _write_probes(tokenizer, template)), "")
     families = _templates(tuple(family_files().values()))
 
     def likeness(name: str) -> float:
