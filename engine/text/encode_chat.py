@@ -75,7 +75,7 @@ def encode_chat(
         template = with_fixed_date(chat_format.template or own)
         values = chat_format.variables | read_variables(variables, tokenizer, template, own)
         # At the beginning of a turn, <think> is meant as the token that it may be
-        contents = [split_reasoning(turn["content"])[1] for turn in chat.turns if isinstance(turn["content"], str)]
+        contents = [split_reasoning(turn["content"])[-1] for turn in chat.turns if isinstance(turn["content"], str)]
         warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
         sequences = []
         try:

@@ -220,7 +220,7 @@ def _refuse(chat: Chat, text: Text) -> None:
 
 
 def _warn_of_opened(content: str, before: str) -> None:
-    if not content.lstrip().startswith("<think>") and before.rstrip().endswith("<think>"):
+    if not split_reasoning(content)[0] and before.rstrip().endswith("<think>"):
         warn_once(
             "messages: a turn of the assistant has </think> without <think>: what stands before it is written as "
             "reasoning, as the chat template reads it"
@@ -251,12 +251,15 @@ def _functions(turn: dict) -> Iterator[dict]:
 # ---- marks around texts ----------------------------------------------------------------------------------------------
 
 
-def split_reasoning(content: str) -> tuple[str, str]:
-    """Return the reasoning that an assistant's content begins with, up to </think>, and its words."""
+def split_reasoning(content: str) -> tuple[str, str, str, str]:
+    """Return the reasoning that an assistant's content begins with, and its words: (<think>, reasoning, </think>, words)."""
     block, end, words = content.partition("</think>")
-    if end and (block.lstrip().startswith("<think>") or "<think>" not in block):
-        return block + end, words
-    return "", content
+    before, tag, reasoning = block.partition("<think>")
+    if end and tag and not before.strip():
+        return before + tag, reasoning, end, words
+    if end and not tag:
+        return "", block, end, words
+    return "", "", "", content
 
 
 def _mark_turn(i: int, turn: dict, texts: list[Text]) -> dict:
@@ -265,16 +268,13 @@ def _mark_turn(i: int, turn: dict, texts: list[Text]) -> dict:
     for name in REASONING:
         if name in turn:
             marked[name] = _mark(turn[name], Text(i, name, ""), texts)
-    block, words = "", turn["content"]
-    if turn["role"] == "assistant" and isinstance(words, str):
-        block, words = split_reasoning(words)
-    tag = "<think>" if block.lstrip().startswith("<think>") else ""
-    reasoning = block.removesuffix("</think>")
-    before, tag, reasoning = reasoning.partition(tag) if tag else ("", "", reasoning)
-    end = "</think>" if block else ""
-    reasoning = _mark(reasoning, Text(i, IN_CONTENT, ""), texts)
-    words = _mark(words, Text(i, "content", ""), texts)
-    marked["content"] = f"{before}{tag}{reasoning}{end}{words}" if block else words
+    content = Text(i, "content", "")
+    if turn["role"] == "assistant" and isinstance(turn["content"], str):
+        tag, reasoning, end, words = split_reasoning(turn["content"])
+        reasoning = _mark(reasoning, content._replace(name=IN_CONTENT), texts)
+        marked["content"] = tag + reasoning + end + _mark(words, content, texts)
+    else:
+        marked["content"] = _mark(turn["content"], content, texts)
     for name in CALLS:
         if turn.get(name):
             calls = turn[name] if isinstance(turn[name], list) else [turn[name]]
