@@ -149,15 +149,17 @@ def family_of(tokenizer: Any) -> str | None:
 
 @functools.lru_cache
 def nearest_family(tokenizer: Any, template: str) -> str:
-    """Return the name of the template that ships that writes a short chat most like `template`."""
-    own = next(filter(None, _write_probes(tokenizer, template)), "")
+    """Return the family of a tokenizer, or the template that writes a question and its answer most like `template`."""
+
+    def written_by(template: str) -> str:
+        texts = _write_probes(tokenizer, template)
+        return f"{texts[0]}{texts[-1]}"
+
+    own = written_by(template)
     families = _templates(tuple(family_files().values()))
-
-    def likeness(name: str) -> float:
-        other = next(filter(None, _write_probes(tokenizer, families[name])), "")
-        return SequenceMatcher(None, own, other).ratio()
-
-    return max(families, key=likeness)
+    return family_of(tokenizer) or max(
+        families, key=lambda name: SequenceMatcher(None, own, written_by(families[name]), False).ratio()
+    )
 
 
 def trains_probes(tokenizer: Any) -> bool:
