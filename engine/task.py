@@ -55,8 +55,6 @@ class Task:
     reads_chats: bool = False  # whether rows are chats
     # Why none of the rows may have a target, for an error.
     without_targets: str = "all labels are masked (-100), or no turn is the assistant's"
-    # Set with the training data: the token that ends a turn of chats.
-    end_of_turn: int | None = None
     id_columns: tuple[str, ...] = ("input_ids",)  # of the prepared rows: token ids, in which unknown ones are counted
     attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
     pipeline_tag: str = ""  # of the Hub, for the model card, where the name of the model's class does not tell it

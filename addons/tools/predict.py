@@ -26,13 +26,11 @@ from engine.models.prompts import Prompt, last_answer
 from engine.process.exit_codes import run_main
 from engine.storage.atomic_folder import rewrite
 from engine.text.chat_options import CHATS
-from engine.text.chat_turns import Chat
 from engine.text.row_columns import columns_by_name, named_in_errors
 from engine.text.row_formats import Ids, Texts
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
-WORDS = "Zq7x"
 MOST_TOKENS = 256  # of an answer, unless a flag says otherwise
 
 
@@ -92,15 +90,8 @@ def empty_reasoning(task: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return ""
     with may_be_removed(CHATS):
-        from engine.text.answer_prompt import QUESTION
-        from engine.text.chat import render_chat
-    chat = Chat([*QUESTION, {"role": "assistant", "content": WORDS}], [False, True], None)
-    template = task.chat_format.template or tokenizer.get_chat_template()
-    try:
-        text, [span] = render_chat(tokenizer, chat, template, task.chat_format.variables)
-    except Exception:  # whatever a template raises
-        return ""
-    block = text[span.begin : span.end].partition(WORDS)[0]
+        from engine.text.find_targets import block_before_words
+    block = block_before_words(tokenizer, task.chat_format.template, task.chat_format.variables)
     return tokenizer.decode(tokenizer(block, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
 
 

@@ -32,7 +32,7 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     model = task.saved(model_with_loss.model)
     file = folder / file_name("model", rank, world)
     base = getattr(task, "base_model", None)
-    if task.end_of_turn is not None:
+    if task.reads_chats:
         name_end_of_turn(model, task)
     if base is not None:
         base.write(folder)  # before the add-ons write what they have trained

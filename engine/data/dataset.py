@@ -20,7 +20,6 @@ from engine.data.prepare import prepare_rows
 from engine.data.prepared_split import STATS, Split, data_notes, format_stats, holds_chats, task_stats
 from engine.data.sources import Source, fetch_source, find_sources
 from engine.models.new_tokens import check_tokens
-from engine.models.prompts import end_of_turn
 from engine.process import console
 from engine.process.exit_codes import run_main
 from engine.storage.cache_folder import cache_root
@@ -76,7 +75,6 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
     _check(cfg, splits, wanted)
     if "train" in splits:
         task.reads_chats = holds_chats(splits["train"], task)  # also if another process has prepared them
-        task.end_of_turn = end_of_turn(getattr(task, "tokenizer", None)) if task.reads_chats else None
     if "validation" in wanted:
         task.on_validation_data(splits.get("validation"))
     if "train" in splits:

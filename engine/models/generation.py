@@ -203,8 +203,9 @@ def stop_ids(tokenizer: Any, end_of_turn: int | None, generation_config: Any) ->
 def name_end_of_turn(model: Any, task: Any) -> None:
     """Let `generation_config` of a model name the token that ends a turn: servers stop at what it names."""
     generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        ids = stop_ids(task.tokenizer, task.end_of_turn, generation_config)
+    end = end_of_turn(getattr(task, "tokenizer", None))
+    if generation_config is not None and end is not None:
+        ids = stop_ids(task.tokenizer, end, generation_config)
         generation_config.eos_token_id = ids if len(ids) > 1 else ids[0]
 
 

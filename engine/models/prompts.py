@@ -55,7 +55,7 @@ def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, argume
         if last not in ("user", "tool", "function", "ipython"):
             raise ValueError(f"it ends with {last}: a chat to answer ends with a turn of the user or of a tool")
         with may_be_removed(CHATS):
-            from engine.text.answer_prompt import answer_prompt
+            from engine.text.find_targets import answer_prompt
             from engine.text.template_variables import read_variables
         if of_row is not None:
             template = tokenizer.get_chat_template(tools=chat.tools)

@@ -21,7 +21,7 @@ class ChatOptions:
     # from_checkpoint is false: the tokenizer of a checkpoint has the template of a file, training_template the name.
     chat_template: str | None = option(
         "chat template: a name of configs/chat_templates, or a Jinja file (default: the tokenizer's own, or a template that "
-        "writes the same and trains every turn)",
+        "writes the same and marks every turn)",
         is_path=AS_GIVEN,
         from_checkpoint=False,
     )
@@ -39,7 +39,7 @@ class ChatOptions:
     )
     # may_change_on_resume: the prepared rows are compared, which this decides.
     training_template: str | None = option(
-        "what writes the chats in training: own (the tokenizer's template), trl, or a name of configs/chat_templates "
+        "what writes the chats in training: own (the tokenizer's template), or a name of configs/chat_templates "
         "(default: chosen at the start, and recorded here)",
         may_change_on_resume=True,
         from_checkpoint=True,
@@ -89,8 +89,8 @@ def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:
                 "chat_template and chat_template_kwargs need a tokenizer: give --tokenizer_name, or omit them"
             )
         return ChatFormat()
-    if not changed and importlib.util.find_spec("engine.text.template_choice") is None:
+    if not changed and importlib.util.find_spec("engine.text.choose_template") is None:
         return ChatFormat()  # a copy that has removed chats
     with may_be_removed(CHATS):
-        from engine.text.template_choice import choose_template
+        from engine.text.choose_template import choose_template
     return choose_template(tokenizer, options)

@@ -222,7 +222,7 @@ class Encoder:
 
     def _encode_chats(self, rows: list[ChatRow], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):
-            from engine.text.chat import encode_chat
+            from engine.text.encode_chat import encode_chat
         columns = " and ".join(f"`{part}`" for part in self.format.required)
         for location, row in zip(locations, rows, strict=True):
             chat = (row.turns, location, row.tools, self.chat_format, row.variables, columns)

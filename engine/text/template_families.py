@@ -5,14 +5,14 @@ Tests: tests/engine/text/test_template_families.py and tests/addons/data/test_st
 
 import functools
 import re
-from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.paths import REPOSITORY
-from engine.text.answer_prompt import DATE, AnswerPrompts, renderer, with_fixed_date
-from engine.text.chat import render_answers
 from engine.text.chat_turns import Chat, read_chat
+from engine.text.find_targets import DATE, AnswerPrompts, find_targets, with_fixed_date
+from engine.text.render_chat import marks_turns, renderer
 
 FOLDER = REPOSITORY / "configs" / "chat_templates"
 EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
@@ -82,15 +82,31 @@ PROBES = [
     ),
     Probe([USER, REASONED], says=(REASONED["reasoning_content"],)),
 ]
-PROMPT = Probe([USER])
-# Without two calls in one turn: some families have one, by their format.
-ONE_CALL = [probe for probe in PROBES if "purple" not in probe.says]
-TRAINED = [*ONE_CALL, Probe([USER, REASONED, MORE[0], MORE[1] | {"reasoning_content": "Look up."}])]
 
 
 def family_files() -> dict[str, Path]:
     """Return the templates that ship, by name."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.jinja"))}
+
+
+@functools.lru_cache
+def _templates(files: tuple[Path, ...]) -> dict[str, str]:
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+
+
+def _write_probes(tokenizer: Any, template: str | None) -> list[str | None]:
+    """Return each probe, and last the prompt of a question, as `template`, or the tokenizer's own one, writes it.
+
+    None if it refuses the probe."""
+    texts: list[str | None] = []
+    for probe in [*PROBES, Probe([USER])]:
+        options = {} if len(texts) < len(PROBES) else {"add_generation_prompt": True}
+        try:
+            render = renderer(tokenizer, Chat(probe.turns, [], probe.tools), template, {})
+            texts.append(render(probe.turns, **options))
+        except Exception:  # whatever a template raises
+            texts.append(None)
+    return texts
 
 
 def family_of(tokenizer: Any) -> str | None:
@@ -99,92 +115,63 @@ def family_of(tokenizer: Any) -> str | None:
     Empty reasoning in earlier turns may differ, and the date if the own template writes that of today. A chat that the
     own template refuses, or of which it hides a part, only decides between templates that are equal in all others; so
     does the generation prompt."""
-    own = _Own(tokenizer)
-    if own.texts[0] is None:
+    *own, prompt = _write_probes(tokenizer, None)
+    if own[0] is None:
         return None
-    equal_probes = {}
+    opens_reasoning = (prompt or "").rstrip().endswith("<think>")
+    has_date = "strftime_now" in tokenizer.get_chat_template()
+
+    def comparable(probe: Probe, text: str) -> str:
+        text = text.replace(ESCAPED_QUOTE, '"')
+        if has_date:
+            text = DATE.sub("DATE", text)
+        return EMPTY_REASONING.sub("", text) if probe.some_reasoning_differs or opens_reasoning else text
+
+    by_name = (tokenizer.bos_token, tokenizer.eos_token)
+    markers = [marker for marker in MARKER.findall(own[0]) if marker not in by_name]
+    best, most = None, 0
     for family, template in _templates(tuple(family_files().values())).items():
-        if own.may_be(template):
-            equal_probes[family] = own.count_equal(template)
-    best = max(equal_probes, key=lambda family: equal_probes[family], default=None)
-    return best if best is not None and equal_probes[best] else None
-
-
-def trains_all_turns(tokenizer: Any) -> bool:
-    """Return whether the tokenizer's own template trains chats of several turns, with a system's turn, tools and
-    reasoning."""
-    return count_trained(tokenizer, None, TRAINED) == len(TRAINED)
-
-
-def count_trained(
-    tokenizer: Any, template: str | None, probes: list[Probe], with_history_of_inference: bool = False
-) -> int:
-    """Return how many chats a template, None for the tokenizer's own one, trains: all their turns, or the last one."""
-    count = 0
-    for probe in probes:
-        try:
-            chat = read_chat(probe.turns, probe.tools)
-            if with_history_of_inference:
-                chat = replace(chat, is_trained=[False] * (len(chat.turns) - 1) + [True])
-            writes = with_fixed_date(template or tokenizer.get_chat_template(tools=probe.tools))
-            spans = render_answers(AnswerPrompts(tokenizer, chat, writes, {}), writes, with_history_of_inference)[1]
-        except Exception:  # whatever a template raises
+        if not all(marker in template for marker in markers):  # compiling each template takes longer
             continue
-        count += len(spans) == sum(chat.is_trained)
-    return count
-
-
-class _Own:
-    """What a tokenizer's own template writes, to compare it with others."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.texts = [_render(tokenizer, probe, None) for probe in PROBES]
-        self.prompt = _render(tokenizer, PROMPT, None, add_generation_prompt=True)
-        self.prompt_opens_reasoning = (self.prompt or "").rstrip().endswith("<think>")
-        self.has_date = self.texts[0] is not None and "strftime_now" in tokenizer.get_chat_template()
-
-    def may_be(self, template: str) -> bool:
-        """Return whether the source of a template has all markers of the text: compiling each template takes longer."""
-        by_name = (self.tokenizer.bos_token, self.tokenizer.eos_token)
-        return all(marker in template for marker in MARKER.findall(self.texts[0] or "") if marker not in by_name)
-
-    def count_equal(self, template: str) -> int:
-        """Return how many probes a template writes as the own one; 0 if it differs in one that the own one writes whole.
-
-        Writing the same generation prompt counts as one more."""
-        count = 0
-        for probe, text in zip(PROBES, self.texts, strict=True):
+        *others, other_prompt = _write_probes(tokenizer, template)
+        count = int(other_prompt == prompt)
+        for probe, text, other in zip(PROBES, own, others, strict=True):
             if text is None:
                 continue
-            other = _render(self.tokenizer, probe, template)
-            if other is not None and self._comparable(probe, other) == self._comparable(probe, text):
+            if other is not None and comparable(probe, other) == comparable(probe, text):
                 count += 1
             elif all(words in text for words in probe.says):
-                return 0
-        if _render(self.tokenizer, PROMPT, template, add_generation_prompt=True) == self.prompt:
-            count += 1
-        return count
-
-    def _comparable(self, probe: Probe, text: str) -> str:
-        """Return a text without what may differ."""
-        text = text.replace(ESCAPED_QUOTE, '"')
-        if self.has_date:
-            text = DATE.sub("DATE", text)
-        if probe.some_reasoning_differs or self.prompt_opens_reasoning:
-            text = EMPTY_REASONING.sub("", text)
-        return text
-
-
-def _render(tokenizer: Any, probe: Probe, template: str | None, **options: Any) -> str | None:
-    """Return a probe as `template`, or the tokenizer's own one, writes it; None if it refuses the probe."""
-    try:
-        return renderer(tokenizer, Chat(probe.turns, [], probe.tools), template, {})(probe.turns, **options)
-    except Exception:  # whatever a template raises
-        return None
+                count = -len(PROBES)  # it differs in a chat that the own one writes whole
+        if count > most:
+            best, most = family, count
+    return best
 
 
 @functools.lru_cache
-def _templates(files: tuple[Path, ...]) -> dict[str, str]:
-    """Return the text of each template, by the name of its file."""
-    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+def nearest_family(tokenizer: Any, template: str) -> str:
+    """Return the family of a tokenizer, or the template that writes a question and its answer most like `template`."""
+
+    def written_by(template: str) -> str:
+        texts = _write_probes(tokenizer, template)
+        return f"{texts[0]}{texts[-1]}"
+
+    own = written_by(template)
+    families = _templates(tuple(family_files().values()))
+    return family_of(tokenizer) or max(
+        families, key=lambda name: SequenceMatcher(None, own, written_by(families[name]), False).ratio()
+    )
+
+
+def trains_probes(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's own template marks what is trained of chats with turns of the system, tools and
+    reasoning."""
+    for probe in PROBES:
+        try:
+            chat = read_chat(probe.turns, probe.tools)
+            template = with_fixed_date(tokenizer.get_chat_template(tools=probe.tools))
+            _, spans = find_targets(AnswerPrompts(tokenizer, chat, template, {}))
+        except Exception:  # whatever a template raises
+            return False
+        if not marks_turns(template) or len(spans) != sum(chat.is_trained):
+            return False
+    return True

@@ -10,18 +10,12 @@ import re
 from typing import Any
 
 from engine.config.errors import warn_once
-from engine.text.chat_spans import END_GENERATION, GENERATION
 from engine.text.chat_turns import from_json
+from engine.text.render_chat import without_marks
 
 THINKING = frozenset({"enable_thinking", "thinking"})  # false: the prompt lets no model reason
 DEFAULTS = re.compile(r"\{#- defaults of a run: (.*) -#\}\n")  # see with_defaults
 OF_TRANSFORMERS = ("messages", "raise_exception", "strftime_now")
-
-
-def without_marks(template: str) -> str:
-    """Return a chat template that writes the same without {% generation %}, which few programs read."""
-    template = GENERATION.sub(r"{%\1 if true \2%}", template)
-    return END_GENERATION.sub(r"{%\1 endif \2%}", template)
 
 
 def with_defaults(template: Any, variables: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ STATS, ROWS = "facts.json", "rows.arrow"  # of a prepared split
 SKIPPED = {"blocks", "rows"}  # statistics: how rows were divided for the work, and a hash that depends on it
 MANY = 64  # rows, or groups of rows that follow each other, with a hash of their own
 # (module, name): results and errors are stored if a test calls it
-CALLS = [("engine.text.chat", "encode_chat"), ("engine.text.encode_rows", "Encoder.encode_batch")]
+CALLS = [("engine.text.encode_chat", "encode_chat"), ("engine.text.encode_rows", "Encoder.encode_batch")]
 CALLS += [("engine.data.dataset", "prepare_datasets")]
 CHANGES = [  # what is another in each run -> its name
     (r"/tmp/pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?[\w\-]+", "TMP"),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.chat import encode_chat
 from engine.text.chat_options import ChatFormat
+from engine.text.encode_chat import encode_chat
 from engine.text.tokenize_and_pack import IGNORED
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ CODE = '''"""What the file does."""
 import json
 from functools import partial
 
-from engine.text.chat import encode_chat
+from engine.text.encode_chat import encode_chat
 from engine.text.labels import MASK, read_labels as labels_of
 
 LIMIT = 3  # rows
@@ -40,8 +40,8 @@ SAME = {
     "blank lines": ("\n\n", "\n\n\n"),
     "layout": ("rows: list, *, key=None", "\n        rows: list,\n        *,\n        key=None,\n    "),
     "quotes": ('f"{json.dumps(row)}: {len(row) + 1:>5}"', "f'{json.dumps(row)}: {len(row) + 1:>5}'"),
-    "import of a moved file": ("engine.text.chat", "addons.other"),
-    "relative import": ("from engine.text.chat", "from ."),
+    "import of a moved file": ("engine.text.encode_chat", "addons.other"),
+    "relative import": ("from engine.text.encode_chat", "from ."),
     "order of imports": ("import json\nfrom functools import partial", "from functools import partial\nimport json"),
     "divided import": (
         "from engine.text.labels import MASK, read_labels as labels_of",

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config.errors import UsageError, kept_warnings
 from engine.models.prompts import read_prompt
-from engine.text import chat, chat_options
+from engine.text import chat_options, encode_chat
 from engine.text.encode_rows import Encoder
 from engine.text.row_formats import MESSAGES
 from engine.text.template_families import family_files
@@ -28,7 +28,7 @@ REASONED = ANSWER | {"reasoning_content": "R"}
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    monkeypatch.setattr(chat, "warn_once", lambda message: None)
+    monkeypatch.setattr(encode_chat, "warn_once", lambda message: None)
 
 
 def settings_of(family: str) -> list[dict]:
@@ -45,7 +45,7 @@ def settings_of(family: str) -> list[dict]:
 
 def encode(family: str, turns, tools, setting: dict, which: str = "all", two_breaks: bool = True) -> list:
     chosen = chat_options.ChatFormat(variables=setting, train_turns=which)
-    return chat.encode_chat(tokenizer_of(TEMPLATES[family], two_breaks), turns, "row", tools, chat_format=chosen)
+    return encode_chat.encode_chat(tokenizer_of(TEMPLATES[family], two_breaks), turns, "row", tools, chat_format=chosen)
 
 
 # ---- the table of docs/data.md ---------------------------------------------------------------------------------------
@@ -127,18 +127,21 @@ def test_one_token_would_hold_parts_of_prompt_and_target():
     assert tokenizer.decode(ids[:first]).endswith("<think>\n")
 
 
-def test_long_chats_render_few_prompts(monkeypatch):
-    """The mutant renders one for each turn, whose time grows with the square of the turns."""
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "chatml"])
+def test_a_chat_is_rendered_twice_and_for_one_prompt(family, monkeypatch):
+    """Plain, with marks, and before the last answer with its prompt and without, which tells what a prompt adds.
+
+    The mutant renders a prompt for each turn, whose time grows with the square of the turns."""
     rendered = []
-    tokenizer = tokenizer_of(TEMPLATES["qwen3"])
+    tokenizer = tokenizer_of(TEMPLATES[family])
     apply = tokenizer.apply_chat_template
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *args, **kw: rendered.append(1) or apply(*args, **kw))
     counts = []
-    for turns in (4, 4, 80):  # what is cached is not rendered again
+    for turns in (3, 3, 80):  # what is cached is not rendered again
         rendered.clear()
-        chat.encode_chat(tokenizer, [QUESTION, ANSWER] * turns, "row", None)
+        encode_chat.encode_chat(tokenizer, [QUESTION, ANSWER] * turns, "row", None)
         counts.append(len(rendered))
-    assert counts[1] == counts[2] < 10
+    assert counts[1:] == [4, 4]
 
 
 # ---- turns that begin otherwise, and that do not reason --------------------------------------------------------------
@@ -159,14 +162,14 @@ def test_a_turn_begins_another_sequence_where_its_prompt_does_not_continue_the_o
     chosen = chat_options.ChatFormat(TEMPLATES[template] if template else None)
     result = {"role": "tool", "content": "T"}
     turns = [QUESTION, REASONED, result, ANSWER, QUESTION, ANSWER]
-    sequences = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    sequences = encode_chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
     found = [prompts_of(ids, labels) for ids, labels, _ in sequences]
     assert [len(prompts) for prompts in found] == [2, 1]
     for i, ids in zip((1, 3, 5), [prompt for prompts in found for prompt in prompts], strict=True):
         prompt = tokenizer.apply_chat_template(turns[:i], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids) == prompt
     # A task that compares answers has one sequence.
-    one = chat.encode_chat(
+    one = encode_chat.encode_chat(
         tokenizer,
         turns,
         "row",
@@ -182,7 +185,7 @@ def test_an_only_answer_has_the_history_of_inference(which):
     tokenizer = tokenizer_of(STOCK, True)
     chosen = chat_options.ChatFormat(TEMPLATES["qwen3"], train_turns=which, one_sequence=which == "all")
     turns = [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]
-    [(ids, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
+    [(ids, labels, _)] = encode_chat.encode_chat(tokenizer, turns, "row", None, chat_format=chosen)
     prompt = tokenizer.apply_chat_template([QUESTION, ANSWER, QUESTION], tokenize=False, add_generation_prompt=True)
     assert [tokenizer.decode(found) for found in prompts_of(ids, labels)] == [prompt]
 
@@ -192,7 +195,7 @@ def test_an_only_answer_has_the_history_of_inference(which):
 def test_the_assistant_may_speak_first(template, which):
     tokenizer = tokenizer_of(template, True)
     for turns in ([ANSWER], [ANSWER, QUESTION, ANSWER]):
-        sequences = chat.encode_chat(
+        sequences = encode_chat.encode_chat(
             tokenizer, turns, "row", None, chat_format=chat_options.ChatFormat(train_turns=which)
         )
         said = "".join(tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels, _ in sequences)
@@ -229,14 +232,16 @@ def test_the_last_switch_may_decide():
     turns = []
     for switch in ("/no_think", "/think", "/no_think"):
         turns += [QUESTION | {"content": f"Q {switch}"}, ANSWER]
-    [(_, labels, _)] = chat.encode_chat(tokenizer, turns, "row", None)
+    [(_, labels, _)] = encode_chat.encode_chat(tokenizer, turns, "row", None)
     said = tokenizer.decode([label for label in labels if label != IGNORED])
     assert said == "A<|im_end|>\n<think></think>A<|im_end|>\nA<|im_end|>\n"
 
 
 def counted(tokenizer, turns, **format) -> dict[str, int]:
     with kept_warnings() as warnings:
-        chat.encode_chat(tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format))
+        encode_chat.encode_chat(
+            tokenizer, turns, "a.jsonl, line 2", None, chat_format=chat_options.ChatFormat(**format)
+        )
     return {kind: number for kind, (_, number) in warnings.items()}
 
 

@@ -6,8 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.config.errors import UsageError
-from engine.text.chat import encode_chat, render_chat
 from engine.text.chat_turns import read_chat
+from engine.text.encode_chat import encode_chat
+from engine.text.find_targets import AnswerPrompts, find_targets
 from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
@@ -28,7 +29,7 @@ def tokenizer(tmp_path_factory):
 def render(tokenizer, template, messages, tools=None):
     """Return (text, the characters of each trained turn)."""
     tokenizer.chat_template = template
-    text, spans = render_chat(tokenizer, read_chat(messages, tools), template)
+    text, spans = find_targets(AnswerPrompts(tokenizer, read_chat(messages, tools), template, {}))
     return text, [(span.begin, span.end) for span in spans]
 
 
@@ -36,23 +37,25 @@ PLAIN_CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEMPLATES = {  # and what each writes around an assistant's words
-    "chatml": (PLAIN_CHATML, "<|im_start|>assistant\n", "<|im_end|>\n"),
+TEMPLATES = {  # and what each writes around an assistant's words: in the prompt, and in the target
+    "chatml": (PLAIN_CHATML, "<|im_start|>assistant\n", "", "<|im_end|>\n"),
     "mistral": (
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
         "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
         "",
+        "",
         "</s>",
     ),
-    "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
+    # Inference writes no header, so the model has to.
+    "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "", "assistant: ", "\n"),
 }
 # The mutant looks for the words in the text, and finds "assistant" in the header.
 WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
-    template, header, end = TEMPLATES[name]
+def test_loss_never_covers_a_header_of_the_prompt(tokenizer, name):
+    template, header, begin, end = TEMPLATES[name]
     mutant_failed = False
     for words in WORDS:
         say = {"role": "assistant", "content": words}
@@ -61,7 +64,8 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, name):
             assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
             for a, b in turns:
                 assert text[:a].endswith(header)
-                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (words, chat)
+                expected = [f"{begin}{said}{end}".strip() for said in (words, words.strip())]
+                assert text[a:b].strip() in expected, (words, chat)
             mutant_failed |= text.find(words) != turns[0][0]
     assert mutant_failed
 
@@ -72,6 +76,19 @@ def test_marks_that_a_template_cuts_are_refused(tokenizer):
     assert len(render(tokenizer, template.replace("WORDS", "words"), CHAT)[1]) == 2
     with pytest.raises(ValueError, match=r"between.* cannot be found"):
         render(tokenizer, template.replace("WORDS", "words[:5]"), CHAT)
+
+
+def test_marks_may_leave_out_reasoning_but_no_words(tokenizer):
+    """What an answer says would quietly be no target."""
+    template = MARKS.replace("{% if m['role']", "{{ m.reasoning }}{% if m['role']", 1)
+    chat = [CHAT[0], CHAT[1] | {"reasoning": "why"}]
+    text, [(a, b)] = render(tokenizer, template, chat)
+    assert text[:a].endswith("why")
+    assert text[a:b] == "hello"
+    for words in ("{{ m['content'] }}{% generation %}!{% endgeneration %}", "{% generation %}!{% endgeneration %}"):
+        cut = MARKS.replace("{% generation %}{{ m['content'] }}{% endgeneration %}", words)
+        with pytest.raises(ValueError, match="the content of turn 1"):
+            render(tokenizer, cut, CHAT)
 
 
 def test_words_of_the_assistant_that_stand_elsewhere_are_refused(tokenizer):
@@ -99,13 +116,13 @@ CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.funct
 
 @pytest.mark.parametrize("before", ["{% if m.reasoning %}({{ m.reasoning }}){% endif %}", "CALLS"])
 def test_all_that_a_turn_says_is_a_target_without_a_generation_prompt(tokenizer, before):
-    """The mutant begins where the content does, after reasoning and calls."""
+    """With the header, which inference does not write. The mutant begins where the content does."""
     template = LOOP + "<{{ m.role }}>" + before.replace("CALLS", CALLS) + "{{ m.content }}</s>{% endfor %}"
     says = {"reasoning": "why"} if before != "CALLS" else {"tool_calls": called({"a": "b"})[1]["tool_calls"]}
     written = "(why)" if before != "CALLS" else '<call>f {"a": "b"}'
     for content in ("hello", ""):
         text, [(a, b)] = render(tokenizer, template, [CHAT[0], {"role": "assistant", "content": content, **says}])
-        assert text[a:b] == f"{written}{content}</s>"
+        assert text[a:b] == f"<assistant>{written}{content}</s>"
 
 
 GENERATION = [
@@ -133,7 +150,9 @@ def test_turns_that_a_template_marks_are_those_of_transformers(tokenizer, genera
 
 def test_header_and_words_are_tokens_apart(tokenizer):
     """As at inference, where the header is the prompt. The mutant tokenizes both together: one token has parts of both."""
-    tokenizer.chat_template = LOOP + "{{ m.role }}: de{{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template = (
+        LOOP + "{{ m.role }}: de{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: de{% endif %}"
+    )
     chat = [CHAT[0], {"role": "assistant", "content": "f(x)"}]
     [(ids, labels, sizes)] = encode_chat(tokenizer, chat, "row 3", None)
     text = tokenizer.apply_chat_template(chat, tokenize=False)
@@ -202,7 +221,7 @@ SPLITS = (  # as Qwen 3 splits the content of a turn
 @pytest.mark.parametrize("words", ["`<think>` opens and `</think>` closes reasoning", "a <think>b</think> c"])
 def test_words_about_reasoning_are_not_taken_for_reasoning(tokenizer, words):
     chat = [CHAT[0], {"role": "assistant", "content": words}]
-    with pytest.raises(ValueError, match=r"within the words of turn 1 .*reasoning_content"):
+    with pytest.raises(ValueError, match="content of turn 1 as it is"):
         render(tokenizer, SPLITS, chat)
     assert words in render(tokenizer, kit.CHATML, chat)[0]
     asked = [{"role": "user", "content": words}, CHAT[1]]
@@ -216,7 +235,7 @@ def test_reasoning_may_speak_of_its_tag(tokenizer):
     chat = [CHAT[0], {"role": "assistant", "content": "<think>\nis it <think> ?\n</think>\n\nyes"}]
     assert "<think>is it <think> ?</think>yes" in render(tokenizer, SPLITS, chat)[0]
     cut = SPLITS.replace(".replace('<think>', '', 1)", ".split('<think>')[-1]")
-    with pytest.raises(ValueError, match="reasoning of turn 1 only what follows"):
+    with pytest.raises(ValueError, match="reasoning in the content of turn 1"):
         render(tokenizer, cut, chat)
 
 
@@ -348,6 +367,14 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, tools):
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
+def test_each_tool_of_a_row_is_written(tokenizer):
+    template = "{{ (tools or [])[:1] | tojson }}" + kit.CHATML
+    other = {"type": "function", "function": {"name": "assistant"}}  # stands in headers, too
+    assert render(tokenizer, template, CHAT, TOOLS)
+    with pytest.raises(ValueError, match="does not write the `tools`"):
+        render(tokenizer, template, CHAT, [*TOOLS, other])
+
+
 @pytest.mark.parametrize("tools", [None, "", " ", "[]", []])
 def test_a_row_may_have_no_tools(tools):
     assert read_chat(CHAT, tools).tools is None
@@ -396,11 +423,13 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (kit.CHATML, [CHAT[0], CHAT[1], {"role": "tool", "content": {"a": 1}}], "content of turn 2 as Python code"),
         (NO_SYSTEM, [SYSTEM, *CHAT], "does not write the content of turn 0"),
         (NO_TURN, [CHAT[0], CHAT[1], CHAT[0], CHAT[1]], "does not write the content of turn 2"),
-        (CUT, CHAT, "does not write the content of turn 1"),
+        (CUT, CHAT, "does not write the content of turn 0"),
         (UPPER, CHAT[1:2], "does not write the content of turn 0"),
         (PYTHON, called({"city": "Paris"}), "arguments of turn 1 as Python code"),
         (FIRST_ONLY, called({"a": "one", "b": {"c": ["two"]}}), "does not write the tool_calls of turn 1"),
-        (LATER, CHAT, "earlier turns.*--chat_template"),
+        (FIRST_ONLY, called({"a": "one", "b": "one"}), "does not write the tool_calls of turn 1"),
+        (NO_TURN, [*CHAT[:2], {"role": "user", "content": "s"}, CHAT[1]], "does not write the content of turn 2"),
+        (LATER, CHAT, "turn 1 .*prompt ends, ''.*--chat_template.*is nearest"),
         (THINK_PROMPT, CHAT, "turn 1 .*prompt ends, '<|assistant|><think>'"),
     ],
 )

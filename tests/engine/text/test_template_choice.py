@@ -1,9 +1,7 @@
 """Which template writes the chats of a run, which one is saved, and what of a chat is a target by the options of a run."""
 
-import importlib.util
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,11 +12,11 @@ import train
 from engine.config import parsing
 from engine.config.errors import UsageError
 from engine.task_registry import OPTIONS
-from engine.text.chat import encode_chat
 from engine.text.chat_options import ChatFormat, ChatOptions, make_chat_format
-from engine.text.template_choice import choose_template
+from engine.text.choose_template import choose_template
+from engine.text.encode_chat import encode_chat
+from engine.text.render_chat import without_marks
 from engine.text.template_families import family_files
-from engine.text.template_variables import without_marks
 from engine.text.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
@@ -79,7 +77,11 @@ def file(tmp_path):
 
 
 CHOICES = {  # tokenizer's own template, chat_template -> training_template, template of rows, saved template, reason
-    "trains every turn": (TEXTS["qwen3"], None, "own", None, TEXTS["qwen3"], "which trains every turn"),
+    "trains every turn": (TEXTS["qwen3"], None, "own", None, TEXTS["qwen3"], "which marks what is trained"),
+    "marks, without a place for reasoning": (
+        *(TEXTS["chatml"], None),
+        *("chatml", TEXTS["chatml"], TEXTS["chatml"], "final/ keeps the tokenizer's own"),
+    ),
     "changes earlier turns": (STOCK, None, "qwen3", TEXTS["qwen3"], STOCK, "final/ keeps the tokenizer's own"),
     "unknown": (PLAIN, None, "own", None, PLAIN, "are refused"),
     "none": (None, None, None, None, None, ""),
@@ -87,10 +89,6 @@ CHOICES = {  # tokenizer's own template, chat_template -> training_template, tem
     "name of its family": (STOCK, "qwen3", "qwen3", TEXTS["qwen3"], STOCK, "final/ keeps the tokenizer's own"),
     "other name": (STOCK, "llama3", "llama3", TEXTS["llama3"], without_marks(TEXTS["llama3"]), "final/ has it, too"),
     "file": (STOCK, "FILE", "own", None, PLAIN, "final/ has it, too"),
-    "name of earlier versions": (
-        *(None, "configs/chatml.jinja"),
-        *("chatml", TEXTS["chatml"], without_marks(TEXTS["chatml"]), "final/ has it, too"),
-    ),
 }
 
 
@@ -147,7 +145,12 @@ def test_saved_template_writes_what_the_rows_have(folder, name):
         (STOCK, {"chat_template": "quen3"}, r"chat_template: quen3 is neither.*chatml.*did you mean qwen3"),
         (STOCK, {"chat_template": "no.jinja"}, r"chat_template: no.jinja cannot be read"),
         (STOCK, {"chat_template": "BROKEN"}, r"chat_template: .*broken.jinja is not a Jinja template"),
-        (STOCK, {"training_template": "quen3"}, r"training_template: quen3 is none of own, trl, .*did you mean qwen3"),
+        (STOCK, {"training_template": "trl"}, r"training_template: trl is none of own, .*no longer"),
+        (
+            STOCK,
+            {"training_template": "quen3"},
+            r"training_template: quen3 is none of own, chatml, .*did you mean qwen3",
+        ),
         (
             *(STOCK, {"training_template": "own", "chat_template": "qwen3"}),
             r"training_template is own, but chat_template qwen3 makes it qwen3: give --training_template qwen3",
@@ -368,35 +371,3 @@ def test_a_resume_with_another_template_is_refused(run, monkeypatch):
     assert codes == [2], output
     assert "holds another run" in output
     assert "training_template: qwen3 → chatml" in output
-
-
-# ---- the package trl -------------------------------------------------------------------------------------------------
-
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the package trl")
-
-
-@needs_trl
-def test_templates_of_trl_serve_what_it_knows(folder):
-    stock = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
-    own = (stock / "llama3.jinja").read_text()
-    tokenizer = tokenizer_with(folder, own)
-    tokenizer.bos_token = "<|endoftext|>"
-    options = ChatOptions()
-    chosen = make_chat_format(tokenizer, options)
-    assert (options.training_template, tokenizer.chat_template) == ("trl", own)
-    assert chosen.template == (stock / "llama3_training.jinja").read_text()
-    assert "trl 1." in chosen.choice
-    text, spoken = targets(tokenizer, chosen)
-    assert spoken == ["hello<|eot_id|>", "bye<|eot_id|>"]
-    assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
-
-
-@needs_trl
-def test_without_trl_its_template_is_asked_for_in_one_sentence(folder, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find(name))
-    with pytest.raises(UsageError, match=r"package trl is not installed.*--training_template own"):
-        make_chat_format(tokenizer_with(folder, STOCK), ChatOptions(training_template="trl"))
-    monkeypatch.undo()
-    with pytest.raises(UsageError, match="trl has no training template for the tokenizer's own"):
-        make_chat_format(tokenizer_with(folder, STOCK), ChatOptions(training_template="trl"))

@@ -3,8 +3,9 @@
 import pytest
 
 from engine.config.errors import UsageError
-from engine.text.chat import encode_chat
-from engine.text.template_families import DATE, family_files, family_of, trains_all_turns
+from engine.text.encode_chat import encode_chat
+from engine.text.find_targets import DATE
+from engine.text.template_families import family_files, family_of, nearest_family
 from tests.helpers import chat_oracle as oracle
 from tests.helpers.chat_oracle import ROWS, Wrong, check_targets, tokenizer_of
 
@@ -33,7 +34,7 @@ REFUSED = {
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     """Templates that end no turn warn; that is tested in test_chat.py."""
-    monkeypatch.setattr("engine.text.chat.warn_once", lambda message: None)
+    monkeypatch.setattr("engine.text.encode_chat.warn_once", lambda message: None)
 
 
 # ---- what a family writes --------------------------------------------------------------------------------------------
@@ -216,13 +217,15 @@ STOCK_LIKE = {
 @pytest.mark.parametrize("name", STOCK_LIKE)
 def test_family_is_found_by_what_the_own_template_renders(name):
     template, family = STOCK_LIKE[name]
-    assert family_of(tokenizer_of(template)) == family
+    tokenizer = tokenizer_of(template)
+    assert family_of(tokenizer) == family
+    nearest = {"another date": "llama3", "another end": "chatml"}.get(name, family)
+    assert nearest in (None, nearest_family(tokenizer, template))
 
 
 def test_tokenizer_without_a_template_has_no_family():
     tokenizer = oracle.tokenizer_with([], None)
     assert family_of(tokenizer) is None
-    assert not trains_all_turns(tokenizer)
 
 
 @pytest.mark.parametrize("name", [name for name in STOCK_LIKE if STOCK_LIKE[name][1]])
@@ -244,17 +247,3 @@ def labelled_text(tokenizer, row, tools) -> tuple[str, str]:
     """Return the text of a row and its targets, without dates."""
     [(ids, labels, _)] = encode_chat(tokenizer, row, "row", tools)
     return DATE.sub("DATE", tokenizer.decode(ids)), tokenizer.decode([label for label in labels if label >= 0])
-
-
-def test_own_template_that_trains_all_turns():
-    """The mutants drop the reasoning of earlier turns, the tools, or refuse the system."""
-    whole = TEMPLATES["qwen3"]
-    assert trains_all_turns(tokenizer_of(whole))
-    mutants = [
-        whole.replace("'<think>\\n' + reasoning", "'<think>\\n' + (reasoning if loop.last else '')"),
-        whole.replace("tools", "documents"),
-    ]
-    mutants += ["{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + whole]
-    mutants += [CHATML_BY_HAND, LIKE_QWEN3, LIKE_PHI3]
-    for mutant in mutants:
-        assert not trains_all_turns(tokenizer_of(mutant))

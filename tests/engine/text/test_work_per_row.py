@@ -19,10 +19,10 @@ READERS = 2  # files of the engine that call for them
 ANSWER = {"role": "assistant", "content": "A"}
 ROWS = 20
 CASES = {  # template, turns after the first question, other columns, renderings at most
-    "one answer": ("chatml", [ANSWER], {}, 7),
-    "six turns": ("chatml", [ANSWER, QUESTIONS[1]] * 2 + [ANSWER], {}, 7),
-    "reasoning": ("qwen3", [REASONED[0], QUESTIONS[1]] * 2 + [REASONED[1]], {}, 7),
-    "tools": ("qwen3", [CALLING, RESULT, ANSWER], {"tools": TOOLS}, 11),
+    "one answer": ("chatml", [ANSWER], {}, 4),
+    "six turns": ("chatml", [ANSWER, QUESTIONS[1]] * 2 + [ANSWER], {}, 4),
+    "reasoning": ("qwen3", [REASONED[0], QUESTIONS[1]] * 2 + [REASONED[1]], {}, 4),
+    "tools": ("qwen3", [CALLING, RESULT, ANSWER], {"tools": TOOLS}, 6),
 }
 
 

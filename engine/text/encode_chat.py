@@ -4,7 +4,7 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 """
 
 import functools
-import re
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.config.errors import UsageError, count_rows, errors_of, warn_once
-from engine.text.answer_prompt import AnswerPrompts, with_fixed_date
 from engine.text.chat_options import ChatFormat
-from engine.text.chat_spans import Span, marked_spans, marks_turns, rendered_spans
-from engine.text.chat_texts import Render, check_parts, find_texts
 from engine.text.chat_turns import (
     Chat,
     read_chat,
     warn_of_unread_keys,
     with_mappings,
 )
+from engine.text.find_targets import AnswerPrompts, Span, find_targets, with_fixed_date
+from engine.text.render_chat import marks_turns, split_reasoning
+from engine.text.template_families import nearest_family
 from engine.text.template_variables import read_variables
 from engine.text.tokenize_and_pack import (
     IGNORED,
@@ -38,7 +38,6 @@ NOT_REASONED = (
 WINDOW = 64  # tokens before a target
 FEW_TOKENS = 8  # of them, which the beginning of the window does not change
 OWN_FORMAT = ChatFormat()  # the tokenizer's own template
-REASONING_IN_CONTENT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class Sequence(NamedTuple):
@@ -74,12 +73,19 @@ def encode_chat(
         template = with_fixed_date(chat_format.template or own)
         chat = with_mappings(chat, tokenizer, template, own)
         values = chat_format.variables | read_variables(variables, tokenizer, template, own)
-        contents = [turn.get("content") for turn in chat.turns]
         # At the beginning of a turn, <think> is meant as the token that it may be
-        contents = [REASONING_IN_CONTENT.sub("", text) for text in contents if isinstance(text, str)]
+        contents = [split_reasoning(turn["content"])[-1] for turn in chat.turns if isinstance(turn["content"], str)]
         warn_of_special_tokens(tokenizer, contents, "content", [location] * len(contents))
         sequences = []
-        for part, text, spans in _render_sequences(tokenizer, chat, template, values, chat_format):
+        try:
+            parts = _find_sequences(tokenizer, chat, template, values, chat_format)
+        except ValueError as error:
+            if marks_turns(template):
+                raise
+            raise ValueError(
+                f"{error} (of those that ship, {nearest_family(tokenizer, template)} is nearest)"
+            ) from error
+        for part, text, spans in parts:
             text.encode()  # fails for half of a surrogate pair, such as "\ud800", with its place
             for span in spans:
                 if span.turn >= 0 and part.skips_reasoning(span.turn):
@@ -89,51 +95,10 @@ def encode_chat(
     return sequences
 
 
-def render_chat(
-    tokenizer: Any, chat: Chat, template: str, variables: dict[str, Any] | None = None
-) -> tuple[str, list[Span]]:
-    """Return what render_answers does for a chat and a template."""
-    return render_answers(AnswerPrompts(tokenizer, chat, template, variables or {}), template)
-
-
-def render_answers(
-    prompts: AnswerPrompts, template: str, with_history_of_inference: bool = False
-) -> tuple[str, list[Span]]:
-    """Return a chat as text, and the characters of each assistant turn that is trained on: what follows its prompt.
-
-    `with_history_of_inference`: what stands before the only trained turn, the last one, is the prompt that inference
-    gives. Raise ValueError if the template does not write a part of the chat, or does not show where a turn begins and
-    ends."""
-    chat, render = prompts.chat, prompts.render_row
-    text = _checked_text(render, chat)
-    texts = find_texts(render, chat, text)
-    if marks_turns(template):
-        spans = prompts.spans_after_prompts(text, marked_spans(render, chat, text, template))
-    else:
-        spans = rendered_spans(render, chat, text, texts)
-    if not with_history_of_inference or not spans or len(chat.turns) == 1:
-        return text, spans
-    [span] = spans
-    prompt = prompts.prompt(len(chat.turns) - 1)
-    if text.startswith(prompt):
-        return text, spans
-    history = Chat(chat.turns[:-1], [False] * (len(chat.turns) - 1), chat.tools, is_history=True)
-    find_texts(prompts.render, history, _checked_text(prompts.render, history))
-    text = prompt + text[span.begin : span.end]
-    return text, [span._replace(begin=len(prompt), end=len(text))]
-
-
-def _checked_text(render: Render, chat: Chat) -> str:
-    """Return a chat as text. Raise ValueError if it lacks calls or tools, or has values as Python code."""
-    text = render(chat.turns)
-    check_parts(render, chat, text)
-    return text
-
-
 # ---- what of a chat is a sequence, and what of it a target -----------------------------------------------------------
 
 
-def _render_sequences(
+def _find_sequences(
     tokenizer: Any, chat: Chat, template: str, values: dict[str, Any], chat_format: ChatFormat
 ) -> list[tuple[AnswerPrompts, str, list[Span]]]:
     """Return (prompts, text, spans of targets) of each sequence of a chat.
@@ -145,40 +110,26 @@ def _render_sequences(
     if which == "last":
         last = max((i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"), default=-1)
         answers = [i for i in answers if i == last]
-    if which != "all" and answers:
-        return [_render_part(tokenizer, chat, i, template, values) for i in answers]
-    if not answers:
-        chat = replace(chat, is_trained=[False] * len(chat.turns))
-    whole = AnswerPrompts(tokenizer, chat, template, values)
-    problem = None
-    is_one = not answers or (chat_format.one_sequence and len(answers) > 1)
-    try:
-        text, spans = render_answers(whole, template)
-        if is_one or whole.follow(text, spans):
-            return [(whole, text, spans)]
-    except ValueError as error:
-        if is_one or len(answers) < 2:
-            raise
-        problem = error
+    if which == "all" or not answers:
+        is_one = not answers or (chat_format.one_sequence and len(answers) > 1)
+        whole = chat if answers else replace(chat, is_trained=[False] * len(chat.turns))
+        prompts = AnswerPrompts(tokenizer, whole, template, values)
+        try:
+            text, spans = find_targets(prompts)
+            if is_one or prompts.follow(text, spans):
+                return [(prompts, text, spans)]
+        except ValueError:
+            if is_one or len(answers) < 2:
+                raise
     sequences: list[tuple[AnswerPrompts, str, list[Span]]] = []
     for i in answers:
-        try:
-            prompts, text, spans = _render_part(tokenizer, chat, i, template, values)
-        except ValueError as error:
-            raise problem or error from None
-        if sequences and text.startswith(sequences[-1][1]):
+        part = Chat(chat.turns[: i + 1], [False] * i + [True], chat.tools)
+        prompts = AnswerPrompts(tokenizer, part, template, values)
+        text, spans = find_targets(prompts, with_history_of_inference=True)
+        if which == "all" and sequences and text.startswith(sequences[-1][1]):
             spans = [*sequences.pop()[2], *spans]
         sequences.append((prompts, text, spans))
     return sequences
-
-
-def _render_part(
-    tokenizer: Any, chat: Chat, i: int, template: str, values: dict[str, Any]
-) -> tuple[AnswerPrompts, str, list[Span]]:
-    """Return (prompts, text, spans) of the chat up to turn `i`, which alone is trained on, after its prompt of inference."""
-    part = Chat(chat.turns[: i + 1], [False] * i + [True], chat.tools)
-    prompts = AnswerPrompts(tokenizer, part, template, values)
-    return prompts, *render_answers(prompts, template, with_history_of_inference=True)
 
 
 def _encode_text(tokenizer: Any, text: str, spans: list[Span]) -> Sequence:
@@ -201,22 +152,24 @@ def _borders(tokenizer: Any, text: str, spans: list[Span], ids: list[int], offse
 
     Texts between special tokens are tokenized on their own, so the prompt's end is compared from the last one on, or
     where none is near, the last tokens of a window."""
-    starts = np.array([start for start, _ in offsets])
-    special = np.flatnonzero(np.isin(ids, [*_special_ids(tokenizer)]))
-    ends, tails = [], []
+    special = _special_ids(tokenizer)
+    starts = [start for start, _ in offsets]
+    borders = []
     for span in spans:
-        end = int(np.searchsorted(starts, span.begin))
-        before = special[: np.searchsorted(special, end)]
+        end = bisect_left(starts, span.begin)
         near = max(0, end - WINDOW)
-        first = max(int(before[-1]) if len(before) else 0, near)
+        first = next((k for k in range(end - 1, near, -1) if ids[k] in special), near)
         if first < end:
             compared = end - first if first > near or not near else FEW_TOKENS
-            ends.append((span.begin, ids[end - compared : end]))
-            tails.append(text[offsets[first][0] : span.begin])
-    if not tails:
-        return []
-    alone = tokenizer(tails, add_special_tokens=False, verbose=False)["input_ids"]
-    return [begin for (begin, joint), tail in zip(ends, alone, strict=True) if list(tail)[-len(joint) :] != joint]
+            alone = _ids_alone(tokenizer, text[offsets[first][0] : span.begin])
+            if alone[-compared:] != ids[end - compared : end]:
+                borders.append(span.begin)
+    return borders
+
+
+@functools.lru_cache(1024)  # most turns have the same header
+def _ids_alone(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:

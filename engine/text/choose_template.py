@@ -4,22 +4,18 @@ Both are functions of the tokenizer and the options alone, so all ranks choose t
 tests/engine/text/test_template_choice.py.
 """
 
-import importlib.metadata
-import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.config.errors import UsageError, did_you_mean, errors_of, how_to_install
+from engine.config.errors import UsageError, did_you_mean, errors_of
 from engine.config.paths import locate
-from engine.text.answer_prompt import QUESTION, renderer, written_by_prompt
 from engine.text.chat_options import ChatFormat, ChatOptions
-from engine.text.chat_turns import Chat
-from engine.text.template_families import TRAINED, count_trained, family_files, family_of
-from engine.text.template_variables import names_in, split_defaults, variables_of, with_defaults, without_marks
+from engine.text.find_targets import beginning_of_answer
+from engine.text.render_chat import without_marks
+from engine.text.template_families import family_files, family_of, trains_probes
+from engine.text.template_variables import names_in, split_defaults, variables_of, with_defaults
 
 OWN = "own"
-TRL = "trl"
-MOVED_FILE = "configs/chatml.jinja"  # of earlier versions, now the name chatml
 KEPT = "final/ keeps the tokenizer's own"
 
 
@@ -47,7 +43,7 @@ def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     elif options.training_template:
         choice = _choose_recorded(tokenizer, options.training_template)
     else:
-        choice = _choose_by_tokenizer(tokenizer, options.train_turns != "all")
+        choice = _choose_by_tokenizer(tokenizer)
     if options.training_template not in (None, choice.name):
         raise UsageError(
             f"training_template is {options.training_template}, but chat_template {options.chat_template} makes it "
@@ -61,33 +57,21 @@ def choose_template(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     if options.train_turns != "all":
         turns = "only the last one is trained" if options.train_turns == "last" else "each one is a sequence of its own"
         what += f"; of the assistant's turns {turns}"
-    prompt = _beginning_of_answer(tokenizer, variables)
+    prompt = beginning_of_answer(tokenizer, variables)
     tokenizer.chat_template = with_defaults(tokenizer.chat_template, variables)
     return ChatFormat(choice.text, variables, options.train_turns, choice=what, prompt=prompt)
-
-
-def _beginning_of_answer(tokenizer: Any, variables: dict[str, Any]) -> str:
-    """Return what the generation prompt adds to a question; empty for a template that refuses a question alone."""
-    question = Chat(QUESTION, [False], None)
-    try:
-        return written_by_prompt(renderer(tokenizer, question, None, variables), QUESTION)
-    except Exception:  # whatever a template raises
-        return ""
 
 
 def _choose_given(tokenizer: Any, given: str) -> Choice:
     """Return the template that the field chat_template names, and let the tokenizer have it where it must be saved."""
     families = family_files()
     file = Path(locate(given))
-    name = given
-    if given.endswith(MOVED_FILE) and not file.is_file():
-        name = "chatml"
-    if name in families:
-        text = families[name].read_text(encoding="utf-8")
-        if tokenizer.chat_template and family_of(tokenizer) == name:
-            return Choice(name, text, f"chat_template names it, and it writes what the tokenizer's own writes; {KEPT}")
+    if given in families:
+        text = families[given].read_text(encoding="utf-8")
+        if tokenizer.chat_template and family_of(tokenizer) == given:
+            return Choice(given, text, f"chat_template names it, and it writes what the tokenizer's own writes; {KEPT}")
         tokenizer.chat_template = without_marks(text)
-        return Choice(name, text, "chat_template names it; final/ has it, too")
+        return Choice(given, text, "chat_template names it; final/ has it, too")
     if "/" not in given and "." not in given and not file.is_file():
         raise UsageError(
             f"chat_template: {given} is neither a file nor one of the templates {', '.join(families)}"
@@ -104,79 +88,27 @@ def _choose_recorded(tokenizer: Any, name: str) -> Choice:
     """Return the template that an earlier start of this run has chosen, or the checkpoint that is evaluated."""
     if name == OWN:
         return Choice(OWN, None, "the tokenizer's, as training_template says")
-    if name == TRL:
-        text = _training_template_of_trl(tokenizer)
-        if text is None:
-            raise UsageError(
-                "training_template is trl, but the package trl has no training template for the tokenizer's own: give "
-                "--training_template own"
-            )
-        return Choice(TRL, text, f"as training_template says; {KEPT}")
     families = family_files()
     if name not in families:
+        gone = ": templates of the package trl are no longer used" if name == "trl" else ""
         raise UsageError(
-            f"training_template: {name} is none of {OWN}, {TRL}, {', '.join(families)}"
-            f"{did_you_mean(name, (OWN, TRL, *families))}"
+            f"training_template: {name} is none of {OWN}, {', '.join(families)}{gone}"
+            f"{did_you_mean(name, (OWN, *families))}"
         )
     return Choice(name, families[name].read_text(encoding="utf-8"), f"as training_template says; {KEPT}")
 
 
-def _choose_by_tokenizer(tokenizer: Any, one_turn: bool) -> Choice:
-    """Return the tokenizer's own template if it trains every turn; else one that writes the same and does.
-
-    `one_turn`: only the last turn of each sequence is trained."""
-    trains = "every turn" if not one_turn else "the last turn of a sequence"
-    if count_trained(tokenizer, None, TRAINED, one_turn) == len(TRAINED):
-        return Choice(OWN, None, f"the tokenizer's, which trains {trains}")
-    reason = f"it trains {trains}, with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
+def _choose_by_tokenizer(tokenizer: Any) -> Choice:
+    """Return the tokenizer's own template if it marks what is trained, else one that writes the same and does."""
+    if trains_probes(tokenizer):
+        return Choice(OWN, None, "the tokenizer's, which marks what is trained")
     family = family_of(tokenizer)
-    if family is not None:
-        return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)
-    if not one_turn and _is_known_to_trl(_default(tokenizer.chat_template)):
-        text = _training_template_of_trl(tokenizer)
-        if text is not None:
-            return Choice(
-                TRL, text, f"training template of the package trl {importlib.metadata.version('trl')}: {reason}"
-            )
-    return Choice(
-        OWN, None, "the tokenizer's; chats that it does not write whole, or whose turns it changes, are refused"
-    )
-
-
-# ---- templates of the package trl ------------------------------------------------------------------------------------
-
-
-def _default(template: Any) -> str:
-    """Return a template; of several, the one without tools."""
-    if isinstance(template, dict):
-        return template.get("default", "")
-    return template
-
-
-def _is_known_to_trl(template: str) -> bool:
-    """Return whether the package trl is installed and has this template. Importing it takes seconds, so its files are read."""
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
-        return False
-    files = (Path(spec.origin).parent / "chat_templates").glob("*.jinja")
-    return any(file.read_text(encoding="utf-8") == template for file in files)
-
-
-def _training_template_of_trl(tokenizer: Any) -> str | None:
-    """Return trl's training template of the tokenizer's own one; None if it has none.
-
-    Raise UsageError if trl is not installed."""
-    if importlib.util.find_spec("trl") is None:
-        raise UsageError(
-            f"training_template is trl, but the package trl is not installed: {how_to_install('trl')}, or give "
-            "--training_template own"
+    if family is None:
+        return Choice(
+            OWN, None, "the tokenizer's; chats that it does not write whole, or whose prompts it changes, are refused"
         )
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        return get_training_chat_template(tokenizer)
-    except ValueError:  # a template that it does not know
-        return None
+    reason = f"it marks every turn with its reasoning, and else writes what the tokenizer's own writes; {KEPT}"
+    return Choice(family, family_files()[family].read_text(encoding="utf-8"), reason)
 
 
 # ---- variables -------------------------------------------------------------------------------------------------------
