@@ -180,10 +180,11 @@ class Encoder:
 
     def _encode_texts(self, rows: list[Texts], locations) -> Iterator[list[Document]]:
         texts = [row.text for row in rows]
-        warn_of_special_tokens(self.tokenizer, texts, self.format.required[-1], locations)
-        if self.format is not TEXT:
-            prompts = [row.prompt or "" for row in rows]
+        prompts = [row.prompt for row in rows if row.prompt is not None]
+        if prompts:
             warn_of_special_tokens(self.tokenizer, prompts, self.format.required[0], locations)
+        warn_of_special_tokens(self.tokenizer, texts, self.format.required[-1], locations)
+        if prompts:
             yield from self._encode_completions(prompts, texts)
             return
         for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):

@@ -138,9 +138,16 @@ def rows_record(rows: list[dict]) -> dict:
     bounds = [len(rows) * i // groups for i in range(groups + 1)] if groups else [0]
     parts = [rows[first:last] for first, last in pairwise(bounds)]
     columns = " ".join(f"{name}:{digest([simple(row.get(name)) for row in rows])}" for name in names)
-    shown = [{name: plain(repr(simple(row.get(name))))[:CONTEXT] for name in names} for row in rows[:MANY]]
+    shown = [{name: shortened(row.get(name)) for name in names} for row in rows[:MANY]]
     each = " ".join(digest([sorted((n, simple(v)) for n, v in row.items()) for row in part])[:4] for part in parts)
     return {"count": len(rows), "columns": columns, "each": each, "shown": shown}
+
+
+def shortened(value) -> str:
+    text = re.sub(
+        "(-100, ){2,}", lambda match: f"{len(match[0]) // 6} x -100, ", plain(repr(simple(value))[: 10 * CONTEXT])
+    )
+    return text[:CONTEXT]
 
 
 def simple(value):
@@ -277,7 +284,7 @@ def compared(before: dict, after: dict) -> list[str]:
         what = "row" if before["count"] <= MANY else f"group of {before['count'] // MANY} rows,"
         found.append(f"{what} {different[0]} is the first of {len(different)} that differ, in {', '.join(names)}")
         if what == "row" and different[0] < len(after["shown"]):
-            found += [f"    {name} is now {after['shown'][different[0]].get(name)}" for name in names]
+            found += [f"{name} is now {after['shown'][different[0]].get(name)}" for name in names]
     if before.get("kept") != after.get("kept"):
         found.append(f"rows of the split: {after.get('kept')}, were {before.get('kept')}")
     stats = [each.get("stats", {}) for each in (before, after)]
@@ -321,12 +328,12 @@ def main() -> None:
         return
     number = 0
     for key in sorted(records):
-        for text in differences(golden.get(key, []), records[key]):
+        if texts := differences(golden.get(key, []), records[key]):
             number += 1
-            print(f"{key}\n    {text}")
+            print(key, *texts, sep="\n    ")
     known = sum(len(golden.get(key, [])) for key in records)
     missing = sum(key not in records for key in golden)
-    print(f"{len(records)} tests, {known} records: {number} differences ({missing} stored tests did not run)")
+    print(f"{len(records)} tests, {known} records: {number} tests differ ({missing} stored tests did not run)")
     sys.exit(number > 0)
 
 

@@ -12,9 +12,9 @@ from engine.data.examples import DatasetExamples
 from engine.data.sources import Source
 from engine.task_registry import OPTIONS
 from tests.helpers import kit
-from tests.src.tasks import test_text_classification
 
-folder = test_text_classification.folder  # a fixture
+BERT = {"model_type": "bert", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 FEATURES = datasets.Features(
     {"a": datasets.Value("string"), "b": datasets.ClassLabel(names=["no", "yes"]), "text": datasets.Value("string")}
 )
@@ -44,28 +44,32 @@ def test_columns_have_the_names_of_their_parts(columns, seen):
     assert examples.first("text") == seen["text"][0]
 
 
-def opened(folder, **fields):
-    file = kit.write_jsonl(
-        folder / "named.jsonl", [{"review": "good one", "stars": "a"}, {"review": "bad", "stars": "b"}]
-    )
-    return test_text_classification.open_data(folder, train_file=file, validation_file=file, **fields)
+@pytest.fixture
+def opened(tmp_path):
+    """Return (task, splits) of rows to classify."""
+    kit.need_task("text_classification")
+    fields = {"task": "text_classification", "model_config": kit.write_yaml(tmp_path / "bert.yaml", BERT)}
+    fields |= {"tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer", ["good one bad"] * 9)}
+
+    def open_rows(rows, **more):
+        return kit.open_data(train_file=kit.write_jsonl(tmp_path / "rows.jsonl", rows), **fields, **more)
+
+    return open_rows
 
 
-def test_rows_equal_those_whose_columns_have_the_names_of_parts(folder):
-    file = kit.write_jsonl(folder / "plain.jsonl", [{"text": "good one", "label": "a"}, {"text": "bad", "label": "b"}])
-    _, plain = test_text_classification.open_data(folder, train_file=file, validation_file=file)
-    _, named = opened(folder, columns={"text": "review", "label": "stars"})
+NAMED = [{"review": "good one", "stars": "a"}, {"review": "bad", "stars": "b"}]
+
+
+def test_rows_equal_those_whose_columns_have_the_names_of_parts(opened):
+    _, named = opened(NAMED, columns={"text": "review", "label": "stars"})
+    _, plain = opened([{"text": row["review"], "label": row["stars"]} for row in NAMED])
     assert named["train"].stats["rows"] == plain["train"].stats["rows"]
 
 
-def test_an_error_of_a_row_says_which_column_it_is_about(folder):
-    columns = {"text": "review", "label": "stars"}
-    rows = [{"review": "good", "stars": stars} for stars in ("a", None, "b")]
-    bad = kit.write_jsonl(folder / "bad.jsonl", rows)
-    with pytest.raises(
-        UsageError, match=r"bad.jsonl, line 2: .*`label` holds nothing.*\(`label` is the column `stars`\)"
-    ):
-        test_text_classification.open_data(folder, train_file=bad, validation_file=bad, columns=columns)
+def test_an_error_of_a_row_says_which_column_it_is_about(opened):
+    rows = [NAMED[0], NAMED[0] | {"stars": None}, NAMED[1]]
+    with pytest.raises(UsageError, match=r"line 2: .*`label` holds nothing.*\(`label` is the column `stars`\)"):
+        opened(rows, columns={"text": "review", "label": "stars"})
 
 
 @pytest.mark.parametrize(
@@ -82,9 +86,9 @@ def test_an_error_of_a_row_says_which_column_it_is_about(folder):
         ({"text": "review"}, r"there is no column `label` among .*--columns '\{label: NAME\}'"),
     ],
 )
-def test_other_parts_and_columns_are_refused(folder, columns, words):
+def test_other_parts_and_columns_are_refused(opened, columns, words):
     with pytest.raises(UsageError, match=words):
-        opened(folder, columns=columns)
+        opened(NAMED, columns=columns)
 
 
 def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path):
