@@ -293,7 +293,8 @@ class FileExamples(Examples):
     def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
         if self.source.first_rows is not None and isinstance(part.content, list):
             return part.content
-        return read.read_part(part, columns, self.data)
+        with read_errors(self.source, [part.file.name]):
+            return read.read_part(part, columns, self.data)
 
     def size(self) -> int | None:
         if any("://" in file.path or read.is_compressed(file) for file in self.files):

@@ -379,8 +379,9 @@ def _read_record(
     """Return the cells of a record by column; those that stand for nothing, such as an empty one, are None."""
     if isinstance(cells, ValueError):
         return cells
+    nothing = _no_values()
     row = {
-        name: None if cell in _no_values() else cell
+        name: None if cell in nothing else cell
         for name, cell in zip(names, cells, strict=True)
         if columns is None or name in columns
     }

@@ -18,6 +18,8 @@ from addons.tasks.preference.preference_pairs import PairEncoder
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
+from engine.data.examples import DatasetExamples
+from engine.data.sources import Source
 from engine.task_registry import OPTIONS
 from engine.text.chat_options import ChatFormat
 from engine.text.encode_rows import Encoder
@@ -580,7 +582,8 @@ def test_sides_of_several_answers_stay_one_pair():
     prompt = [{"role": "user", "content": "q"}]
     answer = [{"role": "assistant", "content": "a"}, *prompt, {"role": "assistant", "content": "b"}]
     rows = {"prompt": [prompt] * 2, "chosen": [answer] * 2, "rejected": [answer[:1]] * 2}
-    pairs = PairEncoder(encoder, Dataset.from_dict(rows), "train")
+    examples = DatasetExamples(Source("dataset_name", "train", name="pairs"), Dataset.from_dict(rows), ())
+    pairs = PairEncoder(encoder, examples, "train")
     assert len(pairs.encode_batch(rows, ["a", "b"])["chosen_ids"]) == 2
 
 

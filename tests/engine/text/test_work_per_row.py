@@ -14,8 +14,8 @@ from engine.config.paths import REPOSITORY
 from tests.helpers import kit
 from tests.helpers.chat_oracle import CALLING, QUESTIONS, REASONED, RESULT, TOOLS, tokenizer_of
 
-PARSES = 3  # of the JSON of a row, at most
-READERS = 2  # files of the engine that call for them
+PARSES = 2  # of the JSON of a row, at most: the first rows are looked at, too
+READERS = 1  # files of the engine that call for them
 ANSWER = {"role": "assistant", "content": "A"}
 ROWS = 20
 CASES = {  # template, turns after the first question, other columns, renderings at most
