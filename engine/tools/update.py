@@ -31,6 +31,7 @@ RECORD = "engine/FROM"  # one line: the commit that the copy came from; behind i
 MANIFEST = "engine/MANIFEST"  # of copies of versions before 2.0
 FOLDERS = ("engine/", "addons/", "tests/engine/", "tests/addons/", "tests/conformance/", "tests/helpers/", "tests/gpu/")
 FOLDERS += ("configs/chat_templates/",)
+ADDONS = ("addons/", "tests/addons/")
 PINS = ("requirements.txt", "requirements-extra.txt")
 FILES = ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", "uv.lock", *PINS)
 YOURS = ("tests/conformance/recipes.py", RECORD, MANIFEST)
@@ -49,44 +50,41 @@ def update(copy: Path, source: str, ref: str = "HEAD", since: str | None = None)
     Raise UsageError with all files as they were."""
     check_clean(copy)
     fetch(copy, source)
-    top = Path(text_of(git(copy, "rev-parse", "--show-toplevel")).strip())
+    top = Path(git(copy, "rev-parse", "--show-toplevel").strip())
     new = commit_of(copy, ref, "REF")
     old = commit_of(copy, since, "SINCE") if since else origin(copy, top, new)
     changed, mine, theirs = changed_files(top, old, new), files_of(copy), files_in(top, new)
-    news = text_of(git(top, "diff-tree", "-p", *PLAIN, old, new, "--", "CHANGELOG.md"))
-    print(*re.findall(r"^\+(?!\+\+ )(.*)$", news, re.M), sep="\n")
-    print(f"Engine {show(top, old, VERSION).strip()} -> {show(top, new, VERSION).strip()} ({old[:12]} -> {new[:12]})")
-
     away = files_left_out(copy, top, old, new, changed, mine)
-    taken, edited, sentences = [], [], []
-    for name, (before, after) in sorted(changed.items()):
-        own = mine.get(name)
-        is_edited = own not in (before, after)
-        if own == after or not is_managed(name) or name in away or (name in PINS and is_edited):
-            continue
-        if after is None and is_edited:
-            sentences.append(f"{name}: you have edited it, the new version has deleted it; your file stays")
-        else:
-            taken.append(name)
-            edited += [name] * is_edited
+    taken, edited, sentences = choose(changed, mine, away)
+    check_line_endings(copy, edited)
+
     own_code = [name for name in mine if name.endswith(".py") and not (name in theirs and is_managed(name))]
     missing_before = missing_names(copy, own_code)
-    sentences += apply(copy, top, old, new, taken, edited)
-    for name in PINS:
-        if name in changed and name not in taken and name in mine:
+    try:
+        sentences += apply(copy, top, old, new, taken)
+        for name in {*PINS} & {*changed} & {*mine} - {*taken}:
             sentences += update_pins(copy / name, show(top, old, name), show(top, new, name))
-    (copy / RECORD).write_text(" ".join([new, *COMMIT.findall(show(top, new, RECORD))]) + "\n")
-    git(copy, "rm", "--quiet", "--force", "--ignore-unmatch", MANIFEST)
-    git(copy, "add", "--", RECORD, *(name for name in PINS if name in mine))
-    sentences += [f"{each}, which is gone" for each in sorted(missing_names(copy, own_code) - missing_before)]
+        (copy / RECORD).write_text(" ".join([new, *COMMIT.findall(show(top, new, RECORD))]) + "\n")
+        git(copy, "rm", "--quiet", "--force", "--ignore-unmatch", MANIFEST)
+        git(copy, "add", "--", RECORD, *({*PINS} & {*mine}))
+    except (OSError, UsageError) as error:
+        git(copy, "restore", "--source=HEAD", "--staged", "--worktree", "--", ".")
+        git(copy, "clean", "-fdq", "--", ".")  # there were no new files before
+        raise UsageError(f"the changes cannot be applied; all files are as they were: {error}") from None
+    print_news(top, old, new, changed, away)
+    return sentences + [f"{each}, which is gone" for each in sorted(missing_names(copy, own_code) - missing_before)]
 
-    print(f"Files that it changed: {len(taken)}.")
-    if deleted := [name for name in away if changed[name][0]]:
-        print(f"New versions of files that you have deleted, left out: {', '.join(sorted(deleted))}")
+
+def print_news(top: Path, old: str, new: str, changed: Iterable[str], away: Iterable[str]) -> None:
+    """Print what CHANGELOG.md of FROM has got since, files that stay away, and those of the user that FROM has changed."""
+    news = git(top, "diff-tree", "-p", *PLAIN, old, new, "--", "CHANGELOG.md")
+    print(*re.findall(r"^\+(?!\+\+ )(.*)$", news, re.M), sep="\n")
+    print(f"Engine {show(top, old, VERSION).strip()} -> {show(top, new, VERSION).strip()} ({old[:12]} -> {new[:12]})")
+    if deleted := sorted(name for name in away if not name.startswith(ADDONS)):
+        print(f"Changes of files that this copy does not have, left out: {', '.join(deleted)}")
     if yours := [name for name in changed if name in ("train.py", "eval.py") or name.startswith("src/")]:
         print(f"The template has changed files that are yours: {', '.join(sorted(yours))}")
         print(f"They are as they were. To see how: git diff {old[:12]} {new[:12]} -- train.py eval.py src/")
-    return sentences
 
 
 # ---- git -------------------------------------------------------------------------------------------------------------
@@ -94,9 +92,13 @@ def update(copy: Path, source: str, ref: str = "HEAD", since: str | None = None)
 PLAIN = ("--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 
 
-def git(folder: Path, *words: str, patch: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+def run_git(folder: Path, *words: str, patch: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
     command = ["git", "--literal-pathspecs", *words]
     return subprocess.run(command, cwd=folder, input=patch, capture_output=True, check=False)
+
+
+def reason_of(done: subprocess.CompletedProcess[bytes]) -> str:
+    return " ".join(done.stderr.decode(errors="replace").split()) or "no message"
 
 
 def text_of(done: subprocess.CompletedProcess[bytes]) -> str:
@@ -104,22 +106,26 @@ def text_of(done: subprocess.CompletedProcess[bytes]) -> str:
     return done.stdout.decode(errors="surrogateescape")
 
 
-def reason_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    return " ".join(done.stderr.decode(errors="replace").split()) or "no message"
+def git(folder: Path, *words: str) -> str:
+    """Return what a command printed; raise UsageError if it fails."""
+    done = run_git(folder, *words)
+    if done.returncode:
+        raise UsageError(f"git {' '.join(words[:2])}: {reason_of(done)}")
+    return text_of(done)
 
 
 def show(top: Path, commit: str, name: str) -> str:
     """Return the text of a file in a commit, an empty one if it is not there."""
-    return text_of(git(top, "show", f"{commit}:{name}"))
+    return text_of(run_git(top, "show", f"{commit}:{name}"))
 
 
 def check_clean(copy: Path) -> None:
     """Raise UsageError if git could not take the update back."""
-    if git(copy, "ls-files", "--error-unmatch", VERSION).returncode:
+    if run_git(copy, "ls-files", "--error-unmatch", VERSION).returncode:
         raise UsageError(
             f"git does not track {copy / VERSION}: commit the copy first, so that you can review the update"
         )
-    if changed := text_of(git(copy, "status", "--porcelain", "--", ".")).splitlines():
+    if changed := git(copy, "status", "--porcelain", "--", ".").splitlines():
         names = ", ".join(line[3:] for line in changed[:3]) + ", …" * (len(changed) > 3)
         raise UsageError(
             f"git has uncommitted changes or new files ({names}): commit them, or git stash -u, then again"
@@ -133,7 +139,7 @@ def fetch(copy: Path, source: str) -> None:
         raise UsageError(f"FROM: {source} is this copy: give the folder or the git address of the template")
     address = str(folder.absolute()) if folder.is_dir() else source
     refs = ["+HEAD:refs/template/HEAD"] + [f"+refs/{kind}/*:refs/template/{kind}/*" for kind in ("heads", "tags")]
-    done = git(copy, "fetch", "--quiet", "--no-tags", "--prune", "--no-recurse-submodules", "--", address, *refs)
+    done = run_git(copy, "fetch", "--quiet", "--no-tags", "--prune", "--no-recurse-submodules", "--", address, *refs)
     if done.returncode:
         raise UsageError(f"FROM: git cannot fetch {source}: {reason_of(done)}")
 
@@ -142,27 +148,27 @@ def commit_of(copy: Path, name: str, flag: str) -> str:
     """Return the commit of a tag, branch or number of FROM."""
     places = [f"refs/template/{place}{name}" for place in ("tags/", "heads/", "")]
     for place in [*places, *([name] if re.fullmatch("[0-9a-f]{4,64}", name) else [])]:
-        done = git(copy, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{place}^{{commit}}")
+        done = run_git(copy, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{place}^{{commit}}")
         if not done.returncode:
             return text_of(done).strip()
     words = ("for-each-ref", "--format=%(refname:lstrip=3)", "--sort=-version:refname", "refs/template/tags")
-    tags = text_of(git(copy, *words)).split()
+    tags = git(copy, *words).split()
     raise UsageError(f"{flag}: FROM has no tag, branch or commit {name}; tags: {', '.join(tags[:5]) or 'none'}")
 
 
 def files_of(copy: Path) -> dict[str, str]:
     """Return {path: hash} of the files that git tracks in the copy."""
-    lines = text_of(git(copy, "ls-files", "--stage", "-z")).split("\0")[:-1]
+    lines = git(copy, "ls-files", "--stage", "-z").split("\0")[:-1]
     return {name: info.split()[1] for info, name in (line.split("\t", 1) for line in lines)}
 
 
 def files_in(top: Path, commit: str) -> list[str]:
-    return text_of(git(top, "ls-tree", "-r", "-z", "--name-only", commit)).split("\0")[:-1]
+    return git(top, "ls-tree", "-r", "-z", "--name-only", commit).split("\0")[:-1]
 
 
 def changed_files(top: Path, old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
     """Return {path: (hash before, hash after)} of the files that differ; None where there is no file."""
-    fields = text_of(git(top, "diff-tree", "-r", "-z", "--no-renames", old, new)).split("\0")
+    fields = git(top, "diff-tree", "-r", "-z", "--no-renames", old, new).split("\0")
     changed = {}
     for info, name in zip(fields[:-1:2], fields[1::2], strict=True):
         _, _, before, after, _ = info.split()
@@ -175,27 +181,28 @@ def changed_files(top: Path, old: str, new: str) -> dict[str, tuple[str | None, 
 
 def origin(copy: Path, top: Path, new: str) -> str:
     """Return the commit that the copy came from; raise UsageError if `new` does not come after it."""
-    if not (copy / RECORD).exists():
+    record = (copy / RECORD).read_text() if (copy / RECORD).exists() else ""
+    commits = [each for each in COMMIT.findall(record) if not run_git(copy, "cat-file", "-e", each).returncode]
+    if not commits:
         return most_alike(copy, top, new)
-    commits = COMMIT.findall((copy / RECORD).read_text())
     for commit in commits:
-        if not git(copy, "merge-base", "--is-ancestor", commit, new).returncode:
+        if not run_git(copy, "merge-base", "--is-ancestor", commit, new).returncode:
             return commit
     raise UsageError(
-        f"{RECORD}: this copy came from {' '.join(commits) or 'no commit'}, and {new} of FROM does not come after it: give "
-        "a newer REF or another FROM, or by SINCE=commit the one of FROM that the engine of this copy is"
+        f"{RECORD}: this copy came from {' '.join(commits)}, and {new} of FROM does not come after it: give a newer REF, or "
+        "by SINCE=commit the one of FROM that the engine of this copy is"
     )
 
 
 def most_alike(copy: Path, top: Path, new: str) -> str:
     """Return the commit of FROM whose files are most like the copy's, of several the oldest, so that no change is missed.
 
-    For a copy without engine/FROM: of a version before 2.0, or not by `make fork`."""
+    For a copy of a version before 2.0, or not made by `make fork`, or of a commit that is not in FROM."""
     mine = {name: own for name, own in files_of(copy).items() if is_managed(name)}
     words = ("log", "--first-parent", "-m", "--reverse", "--raw", "--no-abbrev", "--no-renames", "--format=%x01%H")
     score = most = 0
     best = ""
-    for block in text_of(git(top, "-c", "core.quotePath=false", *words, new)).split("\1")[1:]:
+    for block in git(top, "-c", "core.quotePath=false", *words, new).split("\1")[1:]:
         commit, *lines = block.split("\n")
         for info, _, name in (line.partition("\t") for line in lines if line):
             before, after = info.split()[2:4]
@@ -204,9 +211,11 @@ def most_alike(copy: Path, top: Path, new: str) -> str:
             most, best = score, commit
     if 2 * most < len(mine):
         raise UsageError(
-            f"{RECORD} is not here, and no commit of FROM is like this copy: give the one that it came from by SINCE=commit"
+            f"{RECORD} names no commit of FROM, and none is like this copy: give the one that it came from by SINCE=commit"
         )
-    print(f"{RECORD} is not here: as if by SINCE={best}, which has {most} of {len(mine)} files of this copy.")
+    print(
+        f"{RECORD} names no commit of FROM: as if by SINCE={best}, which has {most} of {len(mine)} files of this copy."
+    )
     return best
 
 
@@ -218,11 +227,10 @@ def files_left_out(copy: Path, top: Path, old: str, new: str, changed: Iterable[
     new, or they are of an add-on that it has not."""
     old_files = files_in(top, old)
     with tempfile.TemporaryDirectory() as temporary:
-        archive = git(top, "archive", "--format=tar", new).stdout
+        archive = run_git(top, "archive", "--format=tar", new).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(
-                temporary, [each for each in files if each.name.startswith(("addons", "tests"))], filter="data"
-            )
+            addons = [each for each in files if each.name.startswith(ADDONS)]
+            files.extractall(temporary, addons, filter="data")
         template = Path(temporary)
         kept = addon_files.with_needs(template, addon_files.addons_in(copy))
         missing = {*addon_files.addons_in(template)} - {*kept}
@@ -230,32 +238,51 @@ def files_left_out(copy: Path, top: Path, old: str, new: str, changed: Iterable[
         unwanted = addon_files.of_missing_addons(template, new_files, kept, missing) | {*old_files}
     for name in changed:
         folder = f"{PurePosixPath(name).parent}/"
-        if name.startswith(("addons/", "tests/addons/")):
+        if name.startswith(ADDONS):
             continue
         if any(each.startswith(folder) for each in old_files) and not any(each.startswith(folder) for each in mine):
             unwanted.add(name)
-    return {name for name in changed if name in unwanted and name not in mine}
+    return {name for name in changed if is_managed(name) and name in unwanted and name not in mine}
 
 
-def apply(copy: Path, top: Path, old: str, new: str, names: list[str], edited: list[str]) -> list[str]:
-    """Apply what has changed in these files; return a sentence for each conflict. Raise UsageError with all as it was."""
-    if not names:
-        return []
-    endings = text_of(git(copy, "ls-files", "--eol", "-z", "--", *edited)).split("\0") if edited else []
-    if windows := [line.split("\t")[1] for line in endings if line.startswith(("i/crlf", "i/mixed"))]:
+def choose(changed: dict, mine: dict[str, str], away: set[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the files whose changes are applied, those of them that the copy has edited, and a sentence for each that the
+    copy has edited and FROM has deleted."""
+    taken, edited, sentences = [], [], []
+    for name, (before, after) in sorted(changed.items()):
+        own = mine.get(name)
+        is_edited = own not in (before, after)
+        if own == after or not is_managed(name) or name in away or (name in PINS and is_edited):
+            continue
+        if after is None and is_edited:
+            sentences.append(f"{name}: you have edited it, the new version has deleted it; your file stays")
+        else:
+            taken.append(name)
+            edited += [name] * is_edited
+    return taken, edited, sentences
+
+
+def check_line_endings(copy: Path, names: list[str]) -> None:
+    """Raise UsageError for Windows line endings in git: each line would differ."""
+    lines = git(copy, "ls-files", "--eol", "-z", "--", *names).split("\0") if names else []
+    if windows := [line.split("\t")[1] for line in lines if line.startswith(("i/crlf", "i/mixed"))]:
         raise UsageError(
             f"{', '.join(windows)}: git holds Windows line endings, so that each line differs: put `* text=auto eol=lf` into "
             ".gitattributes, git add --renormalize ., git commit, then again"
         )
-    patch = git(top, "diff-tree", "-r", "-p", "--binary", "--full-index", *PLAIN, old, new, "--", *names).stdout
-    prefix = text_of(git(copy, "rev-parse", "--show-prefix")).strip()
-    words = ["--3way", "--whitespace=nowarn", f"--directory={prefix}"]
-    done = git(top, "apply", *words, patch=patch)
-    conflicts = text_of(git(copy, "diff", "--name-only", "--relative", "--diff-filter=U", "-z")).split("\0")[:-1]
+
+
+def apply(copy: Path, top: Path, old: str, new: str, names: list[str]) -> list[str]:
+    """Apply what has changed in these files; return a sentence for each conflict. Raise UsageError if git cannot."""
+    if not names:
+        return []
+    words = ("diff-tree", "-r", "-p", "--binary", "--full-index", *PLAIN)
+    patch = run_git(top, *words, old, new, "--", *names).stdout
+    prefix = git(copy, "rev-parse", "--show-prefix").strip()
+    done = run_git(top, "apply", "--3way", "--whitespace=nowarn", f"--directory={prefix}", patch=patch)
+    conflicts = git(copy, "diff", "--name-only", "--relative", "--diff-filter=U", "-z").split("\0")[:-1]
     if done.returncode and not conflicts:
-        git(copy, "restore", "--source=HEAD", "--staged", "--worktree", "--", ".")
-        git(copy, "clean", "-fdq", "--", ".")  # there were no new files before
-        raise UsageError(f"git cannot apply what has changed; all files are as they were: {reason_of(done)}")
+        raise UsageError(reason_of(done))
     return [f"{name}: both of you have changed it: resolve it as after a git merge" for name in conflicts]
 
 
@@ -309,11 +336,8 @@ def main(argv: list[str]) -> None:
     for sentence in sentences:
         print(f"TO DO {sentence}")
     first = "do what stands above; " if sentences else ""
-    print(
-        f"Nothing is committed; git reset --hard takes all back. Next: {first}git diff HEAD; make lint, make test-fast",
-        end="",
-    )
-    print(" and make smoke; then git commit --all.")
+    print(f"Next: {first}git diff HEAD; make lint, make test-fast and make smoke; then git commit --all.")
+    print("Nothing is committed: git reset --hard takes all back.")
     if sentences:
         sys.exit(EXIT_FAILED)
 
