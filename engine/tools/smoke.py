@@ -55,9 +55,9 @@ def main(argv: list[str]) -> None:
     flags = [*argv, *flags_of_test(cfg)]
     shutil.rmtree(folder, ignore_errors=True)
 
-    if (CHECKS / "check_run.py").exists():
+    if (CHECKS / "smoke_task.py").exists():
         console.say("smoke: the task")
-        launch([*launcher, str(CHECKS / "check_run.py"), *flags, "--output_dir", str(folder)], folder)
+        launch([*launcher, str(CHECKS / "smoke_task.py"), *flags, "--output_dir", str(folder)], folder)
         launch([sys.executable, str(CHECKS / "encoded_rows.py"), *flags], folder)
     else:
         warn(f"smoke: the task is not checked, because {CHECKS} is not here")

@@ -21,7 +21,7 @@ from engine.data.raw_rows import load_raw_rows
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
 from engine.task_registry import OPTIONS, Task, make_task
-from tests.conformance.task_checks import place
+from tests.conformance.smoke_checks import place
 
 ROWS = 32  # of each source
 # (PYTHONHASHSEED, TZ): sets of texts have another order, and local clocks another day

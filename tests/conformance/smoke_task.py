@@ -22,7 +22,7 @@ from engine.distributed.init_accelerator import check_environment, init_accelera
 from engine.process.exit_codes import is_out_of_memory, run_main
 from engine.task_registry import OPTIONS, Task, make_task
 from engine.tools.smoke import STEPS
-from tests.conformance.task_checks import check_collate, check_loss, check_weight, measure_by, varied_ids
+from tests.conformance.smoke_checks import check_collate, check_loss, check_weight, measure_by, varied_ids
 
 ROWS = 4  # of each split, for `collate` and `loss`
 TOLERANCE = 0.1  # of a sum in low precision; a mean is off by one half
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
 
 
 def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
-    """Raise Failure if `collate` or `loss` of the task makes one of the mistakes of task_checks.py.
+    """Raise Failure if `collate` or `loss` of the task makes one of the mistakes of smoke_checks.py.
 
     `loss` is called without the backend, by this process alone, on its device."""
     rows = {name: rows_of(split) for name, split in datasets.items() if hasattr(split, "rows")}
