@@ -9,7 +9,7 @@ PYTHON ?= python3
 
 include engine/make.mk
 
-.PHONY: bench bench-gpu lock manifest
+.PHONY: bench bench-gpu lock
 
 bench: .venv/done ## measure the loop against a plain loop, and the preparation of rows
 	$(VENV)/python benchmarks/loop.py $(ARGS)
@@ -20,6 +20,3 @@ bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled l
 
 lock: .venv/done ## take the newest versions that pyproject.toml allows into uv.lock and requirements*.txt (needs uv)
 	$(VENV)/python .ci/lock.py
-
-manifest: .venv/done ## in the template only: write engine/MANIFEST after you changed a file that `make update` brings to copies
-	@$(call need,tests/project) $(VENV)/python -m engine.tools.manifest

@@ -147,9 +147,9 @@ fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDO
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
 	@$(call need,addons/tools/fork.py) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
 
-update: .venv/done ## bring the engine up to date with FROM=folder or git address [REF=tag]; your files stay
+update: .venv/done ## bring the engine up to date with FROM=folder or git address [REF=tag] [SINCE=commit]; your files stay
 	@test -n $(call quoted,$(FROM)) || { echo "error: give FROM=folder or git address of the template [REF=tag]" >&2; exit 2; }
-	@$(VENV)/python -m engine.tools.update $(call quoted,$(FROM)) $(if $(REF),--ref $(call quoted,$(REF)))
+	@$(VENV)/python -m engine.tools.update $(call quoted,$(FROM)) $(if $(REF),--ref $(call quoted,$(REF))) $(if $(SINCE),--since $(call quoted,$(SINCE))) $(if $(COPY),--copy $(call quoted,$(COPY)))
 
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
 	$(VENV)/python train.py --schema >configs/schema.json.tmp

@@ -26,7 +26,7 @@ from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
 from engine.process.exit_codes import run_main
 from engine.task_registry import OPTIONS
 from engine.tools import addon_files
-from engine.tools.manifest import VERSION, write_manifest
+from engine.tools.update import COMMIT, RECORD, VERSION
 
 # New files are copied from here, though git does not track them.
 CODE = ("engine/", "src/", "addons/", "configs/", "samples/", "tests/")
@@ -89,9 +89,17 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     (target / SCHEMA_FILE.relative_to(REPOSITORY)).write_bytes(schema.stdout)
     write_pages(target, name, kept)
     rename(target / "uv.lock", name)
-    write_manifest(target)
-    rename(target / "pyproject.toml", name)  # an edit of the copy, which `make update` keeps
+    rename(target / "pyproject.toml", name)
+    write_record(target)
     return kept
+
+
+def write_record(target: Path) -> None:
+    """Write the commit that the copy is made from to engine/FROM, for `make update`: before that of this repository, which
+    may be a copy, too."""
+    own = REPOSITORY / RECORD
+    commits = [git("rev-parse", "HEAD").strip(), *(COMMIT.findall(own.read_text()) if own.exists() else [])]
+    (target / RECORD).write_text(f"{' '.join(commits)}\n")
 
 
 def write_pages(target: Path, name: str, kept: list[str]) -> None:
@@ -186,11 +194,15 @@ def untracked_elsewhere() -> list[str]:
 
 
 def _git_files(which: str) -> list[str]:
-    command = ["git", "ls-files", "-z", which, "--exclude-standard"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    names = git("ls-files", "-z", which, "--exclude-standard").split("\0")
+    return [file for file in names if file and os.path.lexists(REPOSITORY / file)]
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
-        raise UsageError(f"make fork needs a git checkout of the template: {done.stderr.strip()}")
-    return [file for file in done.stdout.split("\0") if file and os.path.lexists(REPOSITORY / file)]
+        raise UsageError(f"make fork needs a git checkout of the template, with a commit: {done.stderr.strip()}")
+    return done.stdout
 
 
 # ---- add-ons that are named ------------------------------------------------------------------------------------------
@@ -209,13 +221,7 @@ def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
     for name in addons:
         if name not in names:
             raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, names)}; addons/README.md lists them")
-    wanted = {f"tasks/{task}" for task in tasks} | {*addons}
-    kept = [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
-    wanted |= {
-        PurePosixPath(need).with_suffix("").relative_to("addons").as_posix()
-        for need in addon_files.needed_by(REPOSITORY, kept)
-    }
-    return [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
+    return addon_files.with_needs(REPOSITORY, {f"tasks/{task}" for task in tasks} | {*addons})
 
 
 def names_one(file: str, gone: set[str]) -> bool:

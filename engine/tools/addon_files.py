@@ -28,6 +28,14 @@ def with_rooms(addons: Iterable[str]) -> set[str]:
     return {part for addon in addons for part in (addon, addon.split("/")[0])}
 
 
+def with_needs(folder: Path, addons: Iterable[str]) -> list[str]:
+    """Return the add-ons in `folder` that are among `addons` or that these need; a room stands for all in it."""
+    here, wanted = addons_in(folder), {*addons}
+    kept = [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
+    wanted |= {str(Path(need).with_suffix("").relative_to("addons")) for need in needed_by(folder, kept)}
+    return [addon for addon in here if {addon, addon.split("/")[0]} & wanted]
+
+
 def needed_by(folder: Path, addons: Iterable[str]) -> list[str]:
     """Return the paths that first lines of these add-ons name, such as `# Needs addons/tasks/seq2seq/.`, and theirs."""
     given = [f"addons/{addon}" for addon in addons]

@@ -1,5 +1,6 @@
-"""Checks of a task that need no training run. Each failure says what is wrong with the task.
+"""Checks of a task in float64 that need no training run. Each failure says what is wrong with the task.
 
+smoke_checks.py has those that `make smoke` runs, too.
 Tests: tests/conformance/test_task.py runs them for every recipe, and for mutants that they must catch.
 """
 
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.data.seeding import seed_everything
 from engine.task_registry import Task
 from tests.conformance.host_reads import IN_TRANSFORMERS, HostReads
+from tests.conformance.smoke_checks import collate_seeded, differences
 
 ROWS = 10
 TOLERANCE = 1e-6  # of sums in float64: some layers of transformers compute in float32
@@ -72,12 +74,7 @@ def check_evaluation_is_not_random(task, rows: list[dict]) -> None:
 
 def _differences(task, rows: list[dict], training: bool) -> list[str]:
     """Return the names of the parts of a batch that differ between two seeds."""
-    batches = []
-    for seed in (1, 2):
-        seed_everything(seed)
-        batches.append(task.collate(rows, training))
-    one, other = ({"weight": torch.tensor(float(b.weight)), **b.inputs} for b in batches)
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return differences(*(collate_seeded(task, rows, training, seed).result for seed in (1, 2)))
 
 
 def check_rows_are_independent(task, model, rows: list[dict], training: bool) -> None:

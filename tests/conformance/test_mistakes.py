@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.config.errors import Failure
-from engine.tools.task_checks import check_collate, check_loss, check_weight
 from tests.conformance import checks, mutants
 from tests.conformance.host_reads import host_reads
+from tests.conformance.smoke_checks import check_collate, check_loss, check_weight
 from tests.conformance.test_task import open_task
 from tests.helpers import kit, plain_task
 

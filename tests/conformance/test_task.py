@@ -10,8 +10,8 @@ import yaml
 from engine.config import parsing
 from engine.data.dataset import prepare_datasets
 from engine.task_registry import MODULES, OPTIONS, make_task
-from engine.tools.task_checks import check_collate, check_loss, check_weight
 from tests.conformance import checks, recipes
+from tests.conformance.smoke_checks import check_collate, check_loss, check_weight
 from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance

@@ -37,6 +37,15 @@ def test_page_of_support_is_that_of_the_lists():
     assert not missing, "run benchmarks/support.py"
 
 
+def test_version_heads_the_changelog():
+    _, *sections = (kit.REPOSITORY / "CHANGELOG.md").read_text().split("\n## ")
+    assert sections[0].split("\n")[0] == (kit.REPOSITORY / "engine/VERSION").read_text().strip()
+    for section in sections:
+        assert {"**New**", "**To do**", "**Numbers**", "**Data**"} <= {*re.findall(r"\*\*\w[\w ]*\*\*", section)}, (
+            section
+        )
+
+
 def marks_of_a_merge(text: str) -> list[str]:
     """Return the lines that git leaves where two sides have changed the same lines."""
     return re.findall(r"^(?:<{7}|>{7}|\|{7}) .*", text, re.M)

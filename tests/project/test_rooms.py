@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tools.manifest import FOLDERS
+from engine.tools.update import FOLDERS
 from tests.helpers import kit
 
 HOUSES = ("engine", "src")

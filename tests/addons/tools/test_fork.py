@@ -16,7 +16,7 @@ import yaml
 from addons.tools import fork
 from engine.config import addons
 from engine.config.errors import UsageError
-from engine.tools import addon_files, manifest
+from engine.tools import addon_files, update
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not (kit.REPOSITORY / ".git").exists(), reason="the copy is made of tracked files")
@@ -37,12 +37,11 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     files = subprocess.run(["git", "ls-files"], cwd=copy, capture_output=True, text=True).stdout.splitlines()
     assert {"train.py", "src/tasks/causal_lm.py", "samples/stdlib_code.py"} < {*files}
     assert not [file for file in files if file.startswith(fork.OF_THE_TEMPLATE)]
-    edited = {
-        name
-        for name, known in manifest.hashes(manifest.engine_files(copy)).items()
-        if manifest.read_manifest(copy).get(name) != known
-    }
-    assert edited == {"pyproject.toml"}  # its name, which an update keeps
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=kit.REPOSITORY, capture_output=True, text=True).stdout
+    assert (copy / update.RECORD).read_text() == commit
+    names = [name for name in files if update.is_managed(name)]
+    edited = {name for name in names if (copy / name).read_bytes() != (kit.REPOSITORY / name).read_bytes()}
+    assert {name for name in edited if not name.endswith(".md")} == {"pyproject.toml", "uv.lock"}  # its name
     kept = {file for file in files if file.startswith("addons/") and "/_" not in file}
     assert kept == {"addons/README.md", f"addons/{KEPT}.py", "addons/techniques/asam.py", "addons/techniques/sam.py"}
     tests = {file for file in files if re.match(r"tests/addons/\w+/test_", file)}
@@ -54,9 +53,6 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     schema = json.loads((copy / "configs" / "schema.json").read_text())
     fields = schema["properties"].keys()
     assert [name for name in ("peft", "streaming", "techniques", "push_to_hub") if name in fields] == ["techniques"]
-    pins = manifest.hashes(manifest.engine_files(kit.REPOSITORY))
-    changed = {name for name in pins if manifest.read_manifest(copy).get(name) != pins[name] and (copy / name).exists()}
-    assert not [name for name in changed if not name.endswith((".md", "uv.lock"))]
     assert not {*schema["properties"]["task"]["enum"]} & {*addons.addon_names("tasks")}
 
 

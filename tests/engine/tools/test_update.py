@@ -8,28 +8,20 @@ from pathlib import Path
 import pytest
 
 from engine.config.errors import UsageError
-from engine.tools import manifest, update
+from engine.tools import update
 from tests.helpers import kit
 
-NAMES = [
-    "train.py",
-    "eval.py",
-    "src",
-    "engine",
-    "configs",
-    "requirements.txt",
-    "pyproject.toml",
-    "tests/helpers",
-    "tests/src",
-]
+NAMES = ["train.py", "eval.py", "src", "engine", "configs", "requirements.txt", "pyproject.toml", "tests/helpers"]
 NEWS = "# Changes\n\n## 1.2.0\n\nAll data again.\n\n## 1.1.0\n\nA new name.\n\n## 1.0.0\n\nThe first one.\n"
 ADDONS_PAGE = """| add-on | what | cost | tests |
 |---|---|---|---|
-| `tools/kept` | x | x | `tests/addons/tools/test_kept.py` |
+| `tools/kept` | x | x | `tests/addons/tools/test_kept.py`, `tests/addons/tools/test_more.py` |
 | `tools/other` | x | x | `tests/addons/tools/test_other.py` |
 | `schedules/far` | x | x | `tests/addons/schedules/test_far.py` |
 """
 MERGED, CLASHING, GONE = "engine/loop/meter.py", "engine/models/router_loss.py", "engine/storage/gone.py"
+EDITED_AND_GONE, BINARY = "engine/storage/gone_too.py", "engine/picture.bin"
+NEW_OF_KEPT = ["addons/tools/_shared.py", "addons/schedules/near.py", "tests/addons/tools/test_more.py"]
 
 
 def git(folder: Path, *words: str) -> str:
@@ -38,18 +30,22 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def commit(folder: Path, tag: str | None = None) -> None:
+def commit(folder: Path, tag: str | None = None) -> str:
     git(folder, "add", "-A")
-    git(folder, "commit", "-q", "-m", "x")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "x")
     if tag:
         git(folder, "tag", tag)
+    return git(folder, "rev-parse", "HEAD").strip()
 
 
-def put(folder: Path, texts: dict[str, str | None]) -> None:
+def put(folder: Path, texts: dict[str, str | bytes | None]) -> None:
     """Write files; delete those whose text is None."""
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text) if text is not None else (folder / name).unlink()
+        if text is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def change(folder: Path, name: str, old: str, new: str) -> None:
@@ -73,41 +69,44 @@ def template(tmp_path_factory) -> Path:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
-    (folder / "addons").mkdir()
     old = {f"addons/{name}.py": f'"""{name}."""\n' for name in ("tools/kept", "tools/other", "schedules/far")}
     old |= {f"tests/addons/tools/test_{name}.py": "" for name in ("kept", "other")}
-    old |= {"addons/README.md": ADDONS_PAGE, GONE: '"""Old."""\n', "engine/storage/gone_too.py": '"""Old."""\n'}
-    old |= {"engine/VERSION": "1.0.0\n", "CHANGELOG.md": NEWS.partition("## 1.2.0")[0], ".gitignore": "__pycache__/\n"}
+    old |= {"addons/README.md": ADDONS_PAGE, GONE: '"""Old."""\nOLD = 1\n', EDITED_AND_GONE: '"""Old."""\n'}
+    old |= {"engine/VERSION": "1.0.0\n", "CHANGELOG.md": NEWS.replace(NEWS[11 : NEWS.index("## 1.0.0")], "")}
+    old |= {".gitignore": "__pycache__/\n", ".gitattributes": "* text=auto eol=lf\n*.bin -text\n", BINARY: b"\0\r\n1"}
+    old |= {"tests/gpu/test_gpu.py": ""}
     put(folder, old)
-    manifest.write_manifest(folder)
     git(folder, "init", "-q", "-b", "main")
     commit(folder, "v1.0.0")
 
-    new = {f"{name}.py": f'"""{name}, new."""\n' for name in ("addons/tools/kept", "addons/tools/other")}
-    new |= {"addons/schedules/far.py": '"""New."""\n', "tests/addons/schedules/test_far.py": "", GONE: None}
-    new |= {"engine/storage/gone_too.py": None, "engine/loop/fresh.py": '"""Fresh."""\n'}
-    new |= {"tests/addons/tools/test_kept.py": "# new\n", "engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
+    new = {"addons/tools/other.py": "# new\n", "tests/addons/tools/test_other.py": "# new\n", BINARY: b"\0\r\n2"}
+    new |= {"addons/schedules/far.py": "# new\n", "tests/addons/schedules/test_far.py": ""}
+    new |= {"addons/tools/kept.py": "# Needs addons/tools/_shared.py and addons/schedules/near.py\n"}
+    new |= dict.fromkeys(NEW_OF_KEPT, "# new\n") | {"addons/tools/newest.py": "", "tests/gpu/test_new.py": ""}
+    new |= {GONE: None, EDITED_AND_GONE: None, "engine/loop/fresh.py": '"""Fresh."""\n', "engine/run_me.sh": ""}
+    new |= {"engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
     put(folder, new)
-    for name in (MERGED, "train.py", "eval.py", "src/tasks/causal_lm.py"):
+    (folder / "engine/run_me.sh").chmod(0o755)
+    for name in (MERGED, "train.py", "src/tasks/causal_lm.py"):
         (folder / name).write_text((folder / name).read_text() + "\n\nNEW_CONSTANT = 1\n")
     change(folder, CLASHING, first_line(folder, CLASHING), first_line(folder, CLASHING) + " The template's words.")
     change(folder, "engine/startup.py", "\n", "\n# A comment of the new version.\n")
     change(folder, "pyproject.toml", "filelock>=", "filelock>=9")
     change(folder, "requirements.txt", "torch==", "torch==9.")
     change(folder, "requirements.txt", "filelock==", "newly_needed==1.0\nfilelock==")
-    manifest.write_manifest(folder)
     commit(folder, "v1.2.0")
     return folder
 
 
 @pytest.fixture
 def delivered(template, tmp_path) -> Path:
-    """A copy of v1.0.0 with a history of its own, without the add-ons tools/other and schedules/far."""
+    """A copy of v1.0.0 with a history of its own, without the add-ons tools/other and schedules/far, and tests/gpu."""
     copy = tmp_path / "copy"
     git(tmp_path, "clone", "-q", "-b", "v1.0.0", str(template), str(copy))
     shutil.rmtree(copy / ".git")
     shutil.rmtree(copy / "addons" / "schedules")
-    put(copy, {"addons/tools/other.py": None, "tests/addons/tools/test_other.py": None})
+    put(copy, dict.fromkeys(["addons/tools/other.py", "tests/addons/tools/test_other.py", "tests/gpu/test_gpu.py"]))
+    put(copy, {update.RECORD: git(template, "rev-parse", "v1.0.0")})
     git(copy, "init", "-q", "-b", "main")
     commit(copy)
     return copy
@@ -123,323 +122,280 @@ def copy(delivered) -> Path:
     change(delivered, "pyproject.toml", 'name = "', 'name = "my-')
     change(delivered, "requirements.txt", "filelock==", "mine==2.0\nfilelock==")
     own = {"src/tasks/mine.py": "from src.tasks.causal_lm import Options, Task\n", "engine/mine.py": "MINE = 1\n"}
-    own |= {"addons/tools/mine.py": "", "notes.md": "mine\n", "engine/storage/gone_too.py": '"""Mine."""\n'}
+    own |= {"addons/tools/mine.py": "", "notes.md": "mine\n", EDITED_AND_GONE: '"""Mine."""\n'}
     put(delivered, own)
     commit(delivered)
     return delivered
 
 
-def untouched(folder: Path) -> dict[str, bytes]:
+def own_files(folder: Path) -> dict[str, bytes]:
     """Return the texts of all files that an update shall leave alone."""
-    names = git(folder, "ls-files").splitlines()
-    ours = [
-        name for name in names if not name.startswith(("engine/", "tests/engine", "addons/tools/kept", "tests/addons"))
-    ]
-    ours += ["engine/mine.py", "engine/storage/gone_too.py"]
-    return {name: (folder / name).read_bytes() for name in ours if not name.startswith(("requirements", "pyproject"))}
+    names = [name for name in git(folder, "ls-files").splitlines() if not update.is_managed(name)]
+    names += ["engine/mine.py", "addons/tools/mine.py", EDITED_AND_GONE]
+    return {name: (folder / name).read_bytes() for name in names if name != update.RECORD}
 
 
 def check_own_work_stays(folder: Path, before: dict[str, bytes]) -> None:
-    assert untouched(folder) == before
+    assert own_files(folder) == before
     assert first_line(folder, MERGED) == '"""My words."""'
     assert '"""My words."""' in (folder / CLASHING).read_text()
+
+
+def check_refused(copy: Path, match: str, *words: str) -> None:
+    """The update ends with UsageError and has changed nothing."""
+    before = git(copy, "status", "--porcelain", "--ignored")
+    with pytest.raises(UsageError, match=match):
+        update.update(copy, *words)
+    assert git(copy, "status", "--porcelain", "--ignored") == before
 
 
 # ---- an edited copy ----------------------------------------------------------------------------------------------------
 
 
 def test_engine_is_new_and_own_files_stay_to_the_byte(copy, template, capsys):
-    before = untouched(copy)
-    changes = update.update(copy, str(template), "v1.2.0")
+    before = own_files(copy)
+    clash, gone = sorted(update.update(copy, str(template), "v1.2.0"))
     check_own_work_stays(copy, before)
-    update.report(changes)
     shown = capsys.readouterr().out
-    assert "Engine 1.0.0 -> 1.2.0" in shown
-    assert "All data again." in shown
-    assert "A new name." in shown
+    assert all(word in shown for word in ("Engine 1.0.0 -> 1.2.0", "All data again.", "A new name."))
     assert "The first one." not in shown
+    assert "files that are yours: src/tasks/causal_lm.py, train.py\n" in shown
 
     assert (copy / "engine/VERSION").read_text() == "1.2.0\n"
-    assert (copy / "engine/startup.py").read_bytes() == (template / "engine/startup.py").read_bytes()
-    assert (copy / "engine/loop/fresh.py").exists()
-    assert changes.deleted == [GONE]
+    assert (copy / update.RECORD).read_text() == git(template, "rev-parse", "v1.2.0")
+    for name in ("engine/startup.py", "addons/tools/kept.py", "engine/loop/fresh.py", BINARY):
+        assert (copy / name).read_bytes() == (template / name).read_bytes(), name
+    assert (copy / "engine/run_me.sh").stat().st_mode & 0o111
     assert not (copy / GONE).exists()
     assert (copy / MERGED).read_text().endswith("NEW_CONSTANT = 1\n")
-    assert changes.merged == [MERGED, CLASHING, "pyproject.toml"]
     project = (copy / "pyproject.toml").read_text()
     assert 'name = "my-' in project
     assert "filelock>=9" in project
-    assert changes.own == ["engine/mine.py"]
-    assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
-    assert not list(copy.glob("addons/schedules/*")) + list(copy.glob("addons/tools/other.py"))
-    assert not (copy / "tests/addons/schedules").exists()
-    assert "engine/mine.py" in shown
+    pins = (copy / "requirements.txt").read_text()
+    assert all(line in pins for line in ("mine==2.0\n", "newly_needed==1.0\n", "torch==9."))
 
-
-def test_conflicts_are_named_and_marked_as_git_does(copy, template, capsys):
-    changes = update.update(copy, str(template), "v1.2.0")
-    first, second = changes.conflicts
-    assert first.startswith(f"{CLASHING}: both of you")
-    assert second.startswith("engine/storage/gone_too.py: you have edited it, the new version has deleted it")
-    update.report(changes)
-    shown = capsys.readouterr().out
-    assert all(f"CONFLICT {sentence}" in shown for sentence in changes.conflicts)
+    assert clash.startswith(f"{CLASHING}: both of you")
+    assert gone.startswith(f"{EDITED_AND_GONE}: you have edited it, the new version has deleted it")
     text = (copy / CLASHING).read_text()
-    assert text.startswith('<<<<<<< this copy\n"""My words."""\n')
+    assert text.startswith('<<<<<<< ours\n"""My words."""\n')
     assert "The template's words." in text
     assert git(copy, "log", "--oneline").count("\n") == 2
+    git(copy, "reset", "-q", "--hard")
+    assert git(copy, "status", "--porcelain", "--ignored") == ""
 
 
 def test_mutant_update_that_overwrites_is_caught(copy, template):
-    """As after `make manifest` in a copy: each edit counts as text that was delivered."""
-    before = untouched(copy)
-    manifest.write_manifest(copy)
-    commit(copy)
-    update.update(copy, str(template), "v1.2.0")
-    with pytest.raises((AssertionError, FileNotFoundError)):
+    before = own_files(copy)
+    shutil.copytree(template / "engine", copy / "engine", dirs_exist_ok=True)
+    with pytest.raises(AssertionError):
         check_own_work_stays(copy, before)
 
 
-def test_second_update_has_nothing_to_do(copy, template):
+def test_second_update_has_nothing_to_do(delivered, template):
+    assert update.update(delivered, str(template), "v1.2.0") == []
+    commit(delivered)
+    assert update.update(delivered, str(template), "v1.2.0") == []
+    assert git(delivered, "status", "--porcelain") == ""
+
+
+def test_next_update_begins_at_the_one_before(copy, template, tmp_path):
+    """The conflict is resolved; the next version changes the line below it, and a file that comes back."""
     update.update(copy, str(template), "v1.2.0")
+    put(copy, {CLASHING: (template / CLASHING).read_text().replace("The template's words.", "Mine.")})
     commit(copy)
-    changes = update.update(copy, str(template), "v1.2.0")
-    assert git(copy, "status", "--porcelain") == ""
-    assert changes.conflicts == changes.merged == changes.deleted == []
-
-
-def test_pins_of_the_copy_stay_and_new_ones_come(copy, template):
-    changes = update.update(copy, str(template), "v1.2.0")
-    text = (copy / "requirements.txt").read_text()
-    assert "mine==2.0\n" in text
-    assert "newly_needed==1.0\n" in text
-    assert "torch==9." in text
-    assert [line.split()[1] for line in changes.pins] == ["torch", "newly_needed"]
-
-
-def test_pins_that_a_copy_changed_or_removed_stay_so():
-    base, ours = "a==1  # why\nb==1\nc==1\nd==1\n", "a==1  # why\nb==2\nd==1.5\ne==3"
-    text, lines, conflicts = update.merge_pins(ours, "a==2  # why\nb==1\nc==2\nd==2\n", base)
-    assert text == "a==2  # why\nb==2\nd==1.5\ne==3"
-    assert lines == ["a 1 -> 2"]
-    assert conflicts == ["your d==1.5 stays, the new version has 2"]
-    assert update.merge_pins("a==1\nb==1\n", "a==1\n", "a==1\nb==1\n")[0] == "a==1\n"
-    text, lines, conflicts = update.merge_pins("a==1\nmine==1", "a==2\nb==1  # why\n", None)
-    assert text == "a==2\nmine==1\nb==1  # why\n"
-    assert lines == ["a 1 -> 2", "b new -> 1"]
-    assert conflicts == []
+    newer = tmp_path / "newer"
+    git(tmp_path, "clone", "-q", str(template), str(newer))
+    (newer / CLASHING).write_text((newer / CLASHING).read_text() + "\n\nNEWEST = 1\n")
+    put(newer, {GONE: "BACK = 1\n"})
+    commit(newer)
+    assert update.update(copy, str(newer)) == []
+    assert first_line(copy, CLASHING).endswith(" Mine.")
+    assert (copy / CLASHING).read_text().endswith("NEWEST = 1\n")
+    assert (copy / GONE).read_text() == "BACK = 1\n"
 
 
 def test_files_that_the_copy_deleted_stay_away(delivered, template, capsys):
     put(delivered, {"engine/startup.py": None, "engine/text/chat.py": None})
     commit(delivered)
-    changes = update.update(delivered, str(template), "v1.2.0")
-    assert changes.away == ["engine/startup.py"]  # the other one is the same in both versions
+    assert update.update(delivered, str(template), "v1.2.0") == []
     assert not (delivered / "engine/startup.py").exists()
     assert not (delivered / "engine/text/chat.py").exists()
-    update.report(changes)
-    assert "deleted, left away: engine/startup.py\n" in capsys.readouterr().out
+    assert "left out: engine/startup.py, tests/gpu/test_new.py\n" in capsys.readouterr().out
 
 
-def test_lock_of_a_copy_with_packages_of_its_own_stays(delivered, template, tmp_path):
-    newer = shutil.copytree(template, tmp_path / "newer")
-    (newer / "uv.lock").write_text("new\n")
-    (delivered / "uv.lock").write_text("mine\n")
+def test_new_files_of_kept_addons_come(delivered, template):
+    """And the add-on that one of these needs now. No others do, nor new files in folders that the copy has deleted."""
+    assert update.update(delivered, str(template), "v1.2.0") == []
+    here = {str(path.relative_to(delivered)) for path in delivered.rglob("*.py")}
+    assert {*NEW_OF_KEPT} < here
+    away = ["addons/tools/other", "addons/tools/newest", "addons/schedules/far", "tests/addons/schedules/test_far"]
+    assert not {f"{name}.py" for name in [*away, "tests/gpu/test_new"]} & here
+
+
+def test_names_that_are_gone_are_named(delivered, template):
+    """Imported, as an attribute of a module, and in a module that is gone; not what was missing before."""
+    mine = (
+        "from engine.storage import gone\nfrom engine.storage.gone import OLD as NEW\nimport engine.loop.meter as m\n"
+    )
+    mine += (
+        "from engine.config.errors import UsageError, nothing\nprint(gone.OLD, m.Meter, m.is_lost, UsageError.args)\n"
+    )
+    put(delivered, {"src/mine.py": mine, "engine/loop/meter.py": (delivered / MERGED).read_text() + "\nis_lost = 1\n"})
+    put(delivered, {"tests/src/broken.py": "def (\n"})
     commit(delivered)
-    [sentence] = [each for each in update.update(delivered, str(newer), None).conflicts if "uv.lock" in each]
-    assert "make lock" in sentence
-    assert (delivered / "uv.lock").read_text() == "mine\n"
-
-
-def test_addons_that_make_fork_left_out_stay_away(delivered, template):
-    """Its MANIFEST does not list them; those of a copy by "Use this template" it does."""
-    names = {"addons/tools/other.py", "addons/schedules/far.py", "tests/addons/schedules/test_far.py"}
-    for written_by_fork in (False, True):
-        copy = shutil.copytree(delivered, delivered.parent / str(written_by_fork))
-        if written_by_fork:
-            manifest.write_manifest(copy)
-            commit(copy)
-        changes = update.update(copy, str(template), "v1.2.0")
-        assert changes.conflicts == changes.away == []
-        assert not [name for name in names if (copy / name).exists()]
-        assert first_line(copy, "addons/tools/kept.py") == '"""addons/tools/kept, new."""'
-
-
-def test_pins_are_listed_where_requirements_are_unedited(delivered, template):
-    changes = update.update(delivered, str(template), "v1.2.0")
-    assert [line.split()[1] for line in changes.pins] == ["torch", "newly_needed"]
-    assert (delivered / "requirements.txt").read_bytes() == (template / "requirements.txt").read_bytes()
-
-
-def test_addons_that_from_lacks_stay(delivered, template, tmp_path, capsys):
-    """FROM is another copy, by make fork: its MANIFEST lists neither these add-ons nor what they share in their room."""
-    shared, kept = "addons/tools/_shared.py", "addons/tools/kept.py"
-    put(delivered, {shared: "", "tests/addons/tools/helper.py": ""})
-    manifest.write_manifest(delivered)
+    put(delivered, {"engine/loop/meter.py": git(delivered, "show", f"HEAD~:{MERGED}")})
     commit(delivered)
-    other = shutil.copytree(template, tmp_path / "other", ignore=shutil.ignore_patterns(".git", "addons"))
-    manifest.write_manifest(other)
-    changes = update.update(delivered, str(other), None)
-    assert changes.addons == ["tools/kept"]
-    assert changes.conflicts == []
-    stay = [shared, kept, "tests/addons/tools/helper.py", "addons/README.md"]
-    assert all((delivered / name).exists() for name in stay)
-    update.report(changes)
-    assert "Add-ons that FROM lacks, left alone" in capsys.readouterr().out
+    names = ["engine.storage.gone", "engine.storage.gone.OLD"]
+    sentences = update.update(delivered, str(template), "v1.2.0")
+    assert sentences == [f"src/mine.py uses {name}, which is gone" for name in names]
 
+
+def test_pins_that_a_copy_changed_or_removed_stay_so(tmp_path):
+    file = tmp_path / "requirements.txt"
+
+    def merged(ours: str, old: str, new: str) -> tuple[str, list[str]]:
+        file.write_text(ours)
+        sentences = update.update_pins(file, old, new)
+        return file.read_text(), sentences
+
+    old, ours = "a==1  # why\nb==1\nc==1\nd==1\n", "a==1  # why\nb==2\nd==1.5\ne==3"
+    text, [sentence] = merged(ours, old, "a==2  # new\nb==1\nc==2\nd==2\nf==1\n")
+    assert text == "a==2  # new\nb==2\nd==1.5\ne==3\nf==1\n"
+    assert sentence == "requirements.txt: your d==1.5 stays, the new version has 2"
+    assert merged("a==1\nb==1\n", "a==1\nb==1\n", "a==1\n") == ("a==1\n", [])
+
+
+def test_binary_and_added_files_are_conflicts_as_of_git(delivered, template):
+    put(delivered, {"engine/loop/fresh.py": "MINE = 1\n", BINARY: b"\0\r\n3"})
     commit(delivered)
-    update.update(delivered, str(template), "v1.2.0")  # which knows their texts as delivered
-    assert first_line(delivered, kept) == '"""addons/tools/kept, new."""'
+    added, binary = sorted(update.update(delivered, str(template), "v1.2.0"))
+    assert added.startswith("engine/loop/fresh.py: ")
+    assert binary.startswith(f"{BINARY}: ")
+    assert (delivered / BINARY).read_bytes() == b"\0\r\n3"
+    git(delivered, "checkout", "-q", "--theirs", BINARY)
+    assert (delivered / BINARY).read_bytes() == b"\0\r\n2"
+    assert "<<<<<<< ours\nMINE = 1\n" in (delivered / "engine/loop/fresh.py").read_text()
+    check_refused(delivered, "uncommitted changes", str(template))
 
 
 def test_line_endings_are_no_edit(delivered, template):
+    """On disk; in git they would make each line differ, which is refused."""
     for name in ("engine/startup.py", MERGED):
         text = (delivered / name).read_bytes()
         (delivered / name).write_bytes(text.replace(b"\n", b"\r\n"))
     change(delivered, MERGED, first_line(delivered, MERGED), '"""My words."""')
     commit(delivered)
-    changes = update.update(delivered, str(template), "v1.2.0")
-    assert changes.merged == [MERGED]
-    assert changes.conflicts == []
+    git(delivered, "-c", "core.autocrlf=true", "checkout", "-q", "-f", ".")
+    assert update.update(delivered, str(template), "v1.2.0") == []
     assert (delivered / "engine/startup.py").read_bytes() == (template / "engine/startup.py").read_bytes()
-
-
-def test_binary_and_added_files_have_their_own_reasons(delivered, template, tmp_path):
-    picture = "engine/picture.bin"
-    (delivered / picture).write_bytes(b"\0\r\n1")
-    manifest.write_manifest(delivered)
-    put(delivered, {"engine/loop/fresh.py": "MINE = 1\n"})
+    git(delivered, "reset", "-q", "--hard")
+    put(delivered, {".gitattributes": None, MERGED: (template / MERGED).read_bytes().replace(b"\n", b"\r\n")})
     commit(delivered)
-    (delivered / picture).write_bytes(b"\0\r\n2")
-    commit(delivered)
-    newer = shutil.copytree(template, tmp_path / "newer", ignore=shutil.ignore_patterns(".git"))
-    (newer / picture).write_bytes(b"\0\r\n3")
-    (newer / picture).chmod(0o755)
-    (newer / "engine/run_me.sh").touch(0o755)
-    added, binary = update.update(delivered, str(newer), None).conflicts
-    assert "fresh.py: you have added it" in added
-    assert "picture.bin: both" in binary
-    assert "binary" in binary
-    assert (delivered / f"{picture}.new").read_bytes() == b"\0\r\n3"
-    assert (delivered / "engine/run_me.sh").stat().st_mode & 0o111
-
-    commit(delivered)
-    with pytest.raises(UsageError, match=r"fresh\.py\.new is an open conflict"):
-        update.update(delivered, str(template), None)
+    check_refused(delivered, f"{MERGED}: .*gitattributes", str(template), "v1.2.0")
 
 
-# ---- where FROM is -----------------------------------------------------------------------------------------------------
-
-
-def test_folder_without_git_and_texts_that_nobody_has(copy, template, tmp_path):
-    """The text as delivered is in the copy's history; without it, the new file stands beside the copy's."""
-    plain = shutil.copytree(template, tmp_path / "plain", ignore=shutil.ignore_patterns(".git"))
+def test_copy_in_a_folder_of_a_larger_repository(copy, template, tmp_path):
     shutil.rmtree(copy / ".git")
-    git(copy, "init", "-q")
-    commit(copy)
-    before = untouched(copy)
-    changes = update.update(copy, str(plain), None)
+    git(tmp_path, "init", "-q")
+    put(tmp_path, {"engine/startup.py": "other\n"})
+    commit(tmp_path)
+    before = own_files(copy)
+    assert len(update.update(copy, str(template), "v1.2.0")) == 2
     check_own_work_stays(copy, before)
-    assert changes.merged == []
-    assert [sentence.split(":")[0] for sentence in changes.conflicts][:2] == [MERGED, CLASHING]
-    assert (copy / f"{MERGED}.new").read_bytes() == (template / MERGED).read_bytes()
+    assert (copy / "engine/startup.py").read_bytes() == (template / "engine/startup.py").read_bytes()
+    assert (tmp_path / "engine/startup.py").read_text() == "other\n"
+    assert (copy / MERGED).read_text().endswith("NEW_CONSTANT = 1\n")
 
 
-def test_history_of_the_template_has_the_text_as_delivered(copy, template):
-    """The copy's history begins after its edit."""
-    shutil.rmtree(copy / ".git")
-    git(copy, "init", "-q")
+# ---- where the copy came from ------------------------------------------------------------------------------------------
+
+
+def test_copy_of_a_copy_updates_from_both(delivered, template, tmp_path):
+    """Of its parent it takes edits and updates; of the template what is new since the parent's last update."""
+    first = git(template, "rev-parse", "v1.0.0").strip()
+    child = tmp_path / "child"
+    shutil.copytree(delivered, child, ignore=shutil.ignore_patterns(".git"))
+    put(child, {update.RECORD: f"{commit(delivered)} {first}\n"})  # as fork writes it
+    git(child, "init", "-q")
+    commit(child)
+    update.update(child, str(template), "v1.2.0")
+    assert (child / update.RECORD).read_text() == git(template, "rev-parse", "v1.2.0")
+    git(child, "reset", "-q", "--hard")
+
+    update.update(delivered, str(template), "v1.2.0")
+    put(delivered, {"engine/loop/fresh.py": "PARENT = 1\n"})
+    parent = commit(delivered)
+    assert update.update(child, str(delivered)) == []
+    assert (child / "engine/loop/fresh.py").read_text() == "PARENT = 1\n"
+    assert (child / update.RECORD).read_text() == f"{parent} {git(template, 'rev-parse', 'v1.2.0')}"
+    commit(child)
+    assert update.update(child, str(template)) == []
+    assert (child / "engine/loop/fresh.py").read_text() == "PARENT = 1\n"
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_copy_without_a_record_is_compared_with_all_commits(copy, template, tmp_path, capsys, is_old):
+    """Of a version before, with its MANIFEST; or of a commit that FROM does not have."""
+    before = own_files(copy)
+    put(copy, {update.RECORD: None, update.MANIFEST: "x\n"} if is_old else {update.RECORD: f"{'1' * 40}\n"})
     commit(copy)
-    assert update.update(copy, f"file://{template}", "main").merged == [MERGED, CLASHING, "pyproject.toml"]
+    newer = tmp_path / "newer"
+    git(tmp_path, "clone", "-q", str(template), str(newer))
+    put(newer, {"README.md": "no file of the engine\n"})
+    commit(newer)
+    assert len(update.update(copy, str(newer), "v1.2.0")) == 2
+    assert f"as if by SINCE={git(template, 'rev-parse', 'v1.0.0').strip()}" in capsys.readouterr().out
+    check_own_work_stays(copy, before)
+    assert not (copy / update.MANIFEST).exists()
+    commit(copy)
+    assert update.update(copy, str(newer)) == []
 
 
-def test_folder_is_taken_as_it_stands(delivered, template, tmp_path):
-    newer = shutil.copytree(template, tmp_path / "newer")
-    put(newer, {"engine/loop/not_committed.py": ""})
-    update.update(delivered, str(newer), None)
-    assert (delivered / "engine/loop/not_committed.py").exists()
+def test_copy_without_a_record_that_is_like_no_commit_needs_since(copy, template):
+    before = own_files(copy)
+    put(copy, {update.RECORD: None})
+    for path in [*copy.glob("engine/**/*.py")]:
+        path.write_text(f"# mine\n{path.read_text()}")
+    commit(copy)
+    check_refused(copy, "SINCE=commit", str(template), "v1.2.0")
+    assert update.update(copy, f"file://{template}", "main", "v1.0.0")
+    assert {**own_files(copy), "engine/mine.py": b"MINE = 1\n", EDITED_AND_GONE: b'"""Mine."""\n'} == before
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------------
 
 
 def test_uncommitted_work_and_wrong_sources_are_refused(copy, template, tmp_path):
-    def refused(match: str, *words):
-        before = untouched(copy)
-        with pytest.raises(UsageError, match=match):
-            update.update(copy, *words)
-        assert untouched(copy) == before
-        assert (copy / "engine/VERSION").read_text() == "1.0.0\n"
-
-    refused("no tag, branch or commit v9.*tags: v1.2.0, v1.0.0", str(template), "v9")
-    refused("is no folder, and git cannot clone it", str(tmp_path / "nowhere"), None)
-    refused("FROM: .* is this copy", str(copy), None)
-    (tmp_path / "old").mkdir()
-    refused(r"FROM has no engine/VERSION.*docs/forking\.md", str(tmp_path / "old"), None)
-    older = shutil.copytree(template, tmp_path / "older")
-    (older / "engine/VERSION").write_text("0.9\n")
-    refused("FROM has version 0.9, this copy 1.0.0", str(older), None)
-    (older / "engine/VERSION").write_text("1.1\n")
-    (older / "engine/link.py").symlink_to("/etc/passwd")
-    refused("link.py is a link", str(older), None)
-
-    (older / "engine/link.py").unlink()
-    (older / "tests/helpers/kit.py").unlink()
-    refused(r"FROM lacks files .*tests/helpers/kit\.py", str(older), None)
-    (older / "engine/MANIFEST").unlink()
-    refused("FROM has no engine/MANIFEST", str(older), None)
-    linked = shutil.copytree(template, tmp_path / "linked")
-    shutil.move(linked / "engine", tmp_path / "engine")
-    (linked / "engine").symlink_to(tmp_path / "engine")
-    refused("engine is a link", str(linked), None)
-
-    (copy / "new.txt").touch()
-    refused(r"uncommitted changes or new files \(new\.txt\)", str(template), None)
-    (copy / "new.txt").unlink()
-    (copy / "train.py").write_text("mine\n")
-    refused(r"uncommitted changes or new files \(train\.py\)", str(template), None)
+    git(tmp_path, "init", "-q", "stranger")
+    put(tmp_path / "stranger", {"engine/VERSION": "9\n"})
+    commit(tmp_path / "stranger")
+    check_refused(copy, "no tag, branch or commit v9.*tags: v1.2.0, v1.0.0", str(template), "v9")
+    check_refused(copy, "no tag, branch or commit main9", str(template), "v1.2.0", "main9")
+    check_refused(copy, "git cannot fetch .*nowhere", str(tmp_path / "nowhere"))
+    check_refused(copy, "FROM: .* is this copy", str(copy))
+    check_refused(copy, "SINCE=commit", str(tmp_path / "stranger"))
+    put(copy, {"new.txt": ""})
+    check_refused(copy, r"uncommitted changes or new files \(new\.txt\)", str(template))
+    put(copy, {"new.txt": None, "train.py": "mine\n"})
+    check_refused(copy, r"uncommitted changes or new files \(train\.py\)", str(template))
     shutil.rmtree(copy / ".git")
     with pytest.raises(UsageError, match="git does not track"):
-        update.update(copy, str(template), None)
+        update.update(copy, str(template))
 
 
-def test_folder_that_is_a_link_is_refused(copy, template, tmp_path):
-    for name in ("tests/helpers", "tests"):
-        shutil.move(copy / name, tmp_path / "elsewhere" / name)
-        (copy / name).symlink_to(tmp_path / "elsewhere" / name)
-        commit(copy)
-        with pytest.raises(UsageError, match=f"{name} is a link"):
-            update.update(copy, str(template), None)
-        assert git(copy, "status", "--porcelain") == ""
+def test_older_version_is_refused(delivered, template):
+    update.update(delivered, str(template), "v1.2.0")
+    commit(delivered)
+    check_refused(delivered, "does not come after it", str(template), "v1.0.0")
 
 
-def test_requirements_that_are_not_utf8(copy, template):
-    (copy / "requirements.txt").write_bytes(b"# caf\xe9\n" + (copy / "requirements.txt").read_bytes())
+def test_what_git_cannot_apply_is_taken_back(copy, template):
+    """A folder of the copy where FROM has a file: git has written others by then."""
+    put(copy, {"engine/loop/fresh.py/mine.txt": "mine\n"})
     commit(copy)
-    with pytest.raises(UsageError, match=r"requirements\.txt of this copy, line 1: byte 0xe9"):
-        update.update(copy, str(template), None)
-
-
-def test_failure_while_writing_is_taken_back(copy, template, tmp_path):
-    """A file of the copy is where FROM has a folder; files before it in the alphabet were written by then."""
-    newer = shutil.copytree(template, tmp_path / "newer")
-    put(newer, {"engine/zone/new.py": "", "engine/data/new/new.py": ""})
-    put(copy, {"engine/zone": "mine\n"})
-    commit(copy)
-    before = manifest.engine_files(copy)
-    with pytest.raises(UsageError, match=r"engine/zone.*all files are as they were"):
-        update.update(copy, str(newer), None)
-    assert manifest.engine_files(copy) == before
-    assert git(copy, "status", "--porcelain") == ""
-    assert not (copy / "engine/data/new").exists()
-
-
-def test_manifest_is_not_written_in_a_copy(copy):
-    """Else the next update would take the copy's edits for the template's text."""
-    done = subprocess.run([sys.executable, "-m", "engine.tools.manifest"], cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "make manifest is for the template" in done.stderr
-    assert git(copy, "status", "--porcelain") == ""
+    before = git(copy, "ls-files", "--stage")
+    check_refused(copy, "all files are as they were", str(template))
+    assert git(copy, "ls-files", "--stage") == before
 
 
 # ---- the whole way -----------------------------------------------------------------------------------------------------
@@ -471,12 +427,13 @@ def test_updated_copy_trains_the_same_numbers(delivered, template, tmp_path):
     assert kit.timeless(before.folder) == kit.timeless(after.folder)
 
 
-def test_failing_schema_is_named_and_conflicts_end_with_1(copy, template):
+def test_failing_schema_is_named_and_what_is_left_to_do_ends_with_1(copy, template):
+    """By the program of the template itself, for a copy whose own one is older."""
     (copy / "train.py").write_text("raise ValueError('my words')\n")
     commit(copy)
-    done = make_update(copy, str(template))
-    assert done.returncode == 1
-    assert "CONFLICT configs/schema.json: it is as it was, because train.py --schema fails" in done.stdout
+    done = make_update(kit.REPOSITORY, str(template), "--copy", str(copy))
+    assert done.returncode == 1, done.stderr
+    assert "TO DO configs/schema.json: it is as it was, because train.py --schema fails" in done.stdout
     assert "my words" in done.stdout
-    assert "Next: resolve the conflicts" in done.stdout.splitlines()[-1]
+    assert "Nothing is committed" in done.stdout.splitlines()[-1]
     assert make_update(copy, str(template)).returncode == 2  # not committed

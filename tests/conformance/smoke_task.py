@@ -1,33 +1,29 @@
-"""The checks of a task before its first step: smoke.py launches them as it launches train.py, with the flags of the run.
+"""The checks of a task before its first step: `make smoke` launches them like train.py, with the flags of the run.
 
 Tests: tests/engine/tools/test_smoke.py.
 """
 
 import copy
 import gc
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.checkpointing.locate_weights import init_weights
 from engine.config import parsing, validation
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.data import dataset
-from engine.data.batch_plan import evaluation_order, sizes_of_run
-from engine.data.data_loader import read_batches
-from engine.data.seeding import seed_everything
-from engine.distributed import backends, stop_signals
+from engine.data.batch_plan import sizes_of_run
+from engine.distributed import stop_signals
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.model_with_loss import ModelWithLoss
 from engine.process.exit_codes import is_out_of_memory, run_main
 from engine.task_registry import OPTIONS, Task, make_task
-from engine.tools.task_checks import check_collate, check_loss, check_weight
+from engine.tools.smoke import STEPS
+from tests.conformance.smoke_checks import check_collate, check_loss, check_weight, measure_by, varied_ids
 
-STEPS = 3  # of each run of smoke.py; the second one resumes at the step before the last
 ROWS = 4  # of each split, for `collate` and `loss`
 TOLERANCE = 0.1  # of a sum in low precision; a mean is off by one half
 
@@ -51,13 +47,11 @@ def main(argv: list[str]) -> None:
         )
     accelerator = init_accelerator(cfg)
     run_on_main(accelerator, lambda: check_task(task, datasets, accelerator))
-    if "validation" in datasets:
-        check_evaluation(cfg, task, datasets["validation"], accelerator)
     shutdown(accelerator)
 
 
 def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
-    """Raise Failure if `collate` or `loss` of the task makes one of the mistakes of task_checks.py.
+    """Raise Failure if `collate` or `loss` of the task makes one of the mistakes of smoke_checks.py.
 
     `loss` is called without the backend, by this process alone, on its device."""
     rows = {name: rows_of(split) for name, split in datasets.items() if hasattr(split, "rows")}
@@ -75,6 +69,10 @@ def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
         model = fresh.build_model(None).to(accelerator.device)
         for name in rows:
             check_loss(fresh, model, rows[name], name == "train", TOLERANCE, rounding, accelerator.autocast)
+        if "validation" in rows and not hasattr(task, "sums_by_block"):  # there it is one loss over many rows
+            measure = measure_by(fresh, model, False, accelerator.autocast)
+            for _, _, part in datasets["validation"].segments():
+                warn_of_neighbors(measure, part.rows(varied_ids(part)), max(1e-4, rounding))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -86,42 +84,15 @@ def check_task(task: Task, datasets: dict, accelerator: Any) -> None:
             torch.cuda.empty_cache()
 
 
-def check_evaluation(cfg: RunConfig, task: Task, split: Any, accelerator: Any) -> None:
-    """Warn if the loss of the validation rows with the first weights depends on the rows beside a row. That it is the same
-    when it is computed again, smoke.py finds by the resume. Each process computes all; a collective for sharded models."""
-    if hasattr(task, "sums_by_block"):
-        return  # its loss is one over many rows
-    backend = backends.make_backend(accelerator, cfg)
-    weights = run_on_main(accelerator, lambda: init_weights(cfg, task))
-    module = backend.prepare_for_evaluation(ModelWithLoss(backend.build_model(task, weights), task))
-    module.eval()
-    first = mean_loss(module, task, split, cfg, accelerator)
-    one_by_one = replace(cfg, per_device_eval_batch_size=1)
-    single = mean_loss(module, task, split, one_by_one, accelerator)
-    tolerance = 1e-4 if is_exact(cfg, accelerator) else 1e-2
-    if abs(single - first) > tolerance * abs(first):
+def warn_of_neighbors(measure: Callable, rows: list[dict], tolerance: float) -> None:
+    """Warn if the loss of validation rows depends on the rows beside a row. That it is the same when it is computed again,
+    smoke.py finds by the resume."""
+    together, *alone = [measure(each, 1).result.get("loss", 0.0) for each in (rows, *([row] for row in rows))]
+    if abs(sum(alone) - together) > tolerance * abs(together):
         warn(
-            f"smoke: the loss of the validation rows is {first:.6g} in micro-batches of {cfg.per_device_eval_batch_size}, but "
-            f"{single:.6g} one by one: it depends on the padding or on the rows beside a row, so results will depend on "
-            "per_device_batch_size"
+            f"smoke: the loss of {len(rows)} validation rows is {together:.6g} in one micro-batch, but {sum(alone):.6g} one by "
+            "one: it depends on the padding or on the rows beside a row, so results will depend on per_device_batch_size"
         )
-
-
-@torch.no_grad()
-def mean_loss(module: torch.nn.Module, task: Task, split: Any, cfg: RunConfig, accelerator: Any) -> float:
-    """Return the loss of the validation rows, divided by their weight; NaN without targets."""
-    module = accelerator.unwrap_model(module)
-    total = weight = 0.0
-    for _, first_id, part in split.segments():
-        count = min(len(part), cfg.max_eval_examples or len(part))
-        plan = evaluation_order(cfg, task.cut_by_cost, count, part.lengths)
-        order = (replace(micro, ids=micro.ids + first_id) for micro in plan)
-        for micro, batch in read_batches(split, task, order, cfg, pin_memory=False, training=False):
-            seed_everything(micro.seed)
-            out = module({name: value.to(accelerator.device) for name, value in batch.inputs.items()})
-            total += out["loss"].double().item()
-            weight += batch.weight
-    return total / weight if weight else float("nan")
 
 
 def is_exact(cfg: RunConfig, accelerator: Any) -> bool:

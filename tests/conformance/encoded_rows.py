@@ -1,12 +1,14 @@
-"""Hashes of the first rows as `encode` of the task makes them in this process, as JSON in the last line on stdout.
+"""Check of `encode`: the first rows, as several new processes encode them, must be the same.
 
-smoke.py compares those of several processes. Tests: tests/engine/tools/test_smoke.py.
+`make smoke` runs it with the flags of a run. Tests: tests/engine/tools/test_smoke.py.
 """
 
 import hashlib
 import inspect
 import json
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import islice
 
@@ -20,9 +22,12 @@ from engine.data.prepare import encode_files, encode_rows, inspect_columns
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
 from engine.task_registry import OPTIONS, Task, make_task
-from engine.tools.task_checks import place
+from tests.conformance.smoke_checks import place
 
 ROWS = 32  # of each source
+# (PYTHONHASHSEED, TZ): sets of texts have another order, and local clocks another day
+PROCESSES = (("1", "Etc/GMT+12"), ("2", "Etc/GMT-12"), ("3", "Etc/GMT+12"))
+HASHES = "--hashes"  # of one process, as JSON in the last line on stdout
 
 
 class Environment(dict):
@@ -55,7 +60,7 @@ def variables_read(task: Task):
         yield noted.names
 
 
-def main(argv: list[str]) -> None:
+def print_hashes(argv: list[str]) -> None:
     """Encode and print; raise Failure if `encode` reads a variable that is not in the cache key."""
     cfg, options = parsing.parse(argv, OPTIONS)
     task = make_task(cfg, options)
@@ -82,6 +87,26 @@ def main(argv: list[str]) -> None:
             "rows of another value are taken from the cache: make it an option of the task, or add it to `fingerprint`"
         )
     print(f"\n{json.dumps(hashes)}")
+
+
+def main(argv: list[str]) -> None:
+    """Raise Failure if processes encode other rows. An error of one of them ends this one, too."""
+    if argv[:1] == [HASHES]:
+        return print_hashes(argv[1:])
+    command = [sys.executable, __file__, HASHES, *argv]
+    processes = []
+    for seed, zone in PROCESSES:
+        env = os.environ | {"PYTHONHASHSEED": seed, "TZ": zone}
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in processes]
+    if code := max(process.returncode for process in processes):
+        sys.exit(code)  # each has printed why
+    first, *others = [json.loads(output.splitlines()[-1]) for output in outputs]
+    if differ := [name for name in first if any(other.get(name) != first[name] for other in others)]:
+        raise Failure(
+            f"smoke: `encode` of the task returns another {', '.join(differ)} in another process: it must depend on its batch "
+            "alone, not on a generator without a seed, the order of a set, or the clock"
+        )
 
 
 if __name__ == "__main__":

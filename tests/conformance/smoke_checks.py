@@ -180,11 +180,16 @@ def check_collate(task: Task, rows: list[dict], training: bool) -> None:
     check_keeps_no_state(task, "collate", lambda: collate_seeded(task, rows, training, SEEDS[0]))
 
 
-def check_weight(task: Task, split: Any) -> None:
-    """Raise Failure unless the weight of a few rows, the shortest and the longest of the first MANY among them, is the sum
-    of their weights, and in evaluation that of the `targets` that `encode` has counted."""
+def varied_ids(split: Any) -> np.ndarray:
+    """Return a few rows of a split, the shortest and the longest of the first MANY among them."""
     lengths = split.lengths[: min(len(split), MANY)]
-    ids = np.unique([*range(min(3, len(lengths))), lengths.argmin(), lengths.argmax()])
+    return np.unique([*range(min(3, len(lengths))), lengths.argmin(), lengths.argmax()])
+
+
+def check_weight(task: Task, split: Any) -> None:
+    """Raise Failure unless the weight of a few rows is the sum of their weights, and in evaluation that of the `targets`
+    that `encode` has counted."""
+    ids = varied_ids(split)
     rows = split.rows(ids)
     for training in (False, True):
         batches = [collate_seeded(task, rows, training, seed).result for seed in (1, 2)]
@@ -207,21 +212,10 @@ def check_weight(task: Task, split: Any) -> None:
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
-def check_loss(
-    task: Task,
-    model: torch.nn.Module,
-    rows: list[dict],
-    training: bool,
-    tolerance: float,
-    rounding: float,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> None:
-    """Raise Failure unless `loss` keeps the seed and, with the weight of `collate`, returns sums over the rows.
-
-    A sum is twice as large for every row twice: this needs no other padding, and batch norm has the same statistics. A
-    sum that is random (dropout, masking) is compared by its mean over many seeds. `tolerance` is relative: a mean is
-    off by one half. `rounding` is what may be lost for each unit of the weight. A loss over the batch (docs/forking.md)
-    is no sum: such a task returns vectors."""
+def measure_by(
+    task: Task, model: torch.nn.Module, training: bool, autocast: Callable[[], AbstractContextManager] = nullcontext
+) -> Callable[[list[dict], int], Seeded]:
+    """Return a function of (rows, seed): the weight and the sums of a micro-batch of these rows."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     buffers = StepBuffers(model, device, False)
     model.train(training)
@@ -240,6 +234,25 @@ def check_loss(
         scalars = {name: float(value) for name, value in out.items() if value.dim() == 0}
         return Seeded({"weight": float(batch.weight), **batch.sums, **scalars}, states)
 
+    return measure
+
+
+def check_loss(
+    task: Task,
+    model: torch.nn.Module,
+    rows: list[dict],
+    training: bool,
+    tolerance: float,
+    rounding: float,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> None:
+    """Raise Failure unless `loss` keeps the seed and, with the weight of `collate`, returns sums over the rows.
+
+    A sum is twice as large for every row twice: this needs no other padding, and batch norm has the same statistics. A
+    sum that is random (dropout, masking) is compared by its mean over many seeds. `tolerance` is relative: a mean is
+    off by one half. `rounding` is what may be lost for each unit of the weight. A loss over the batch (docs/forking.md)
+    is no sum: such a task returns vectors."""
+    measure = measure_by(task, model, training, autocast)
     first, again, other = measure(rows, 1), measure(rows, 1), measure(rows, 2)
     check_seeds_stay(task, "loss", first, again, other)
     for name, value in first.result.items():
