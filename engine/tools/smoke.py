@@ -118,8 +118,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 def launch(words: list[str], folder: Path) -> None:
     """Run a command; end with its exit code if it fails, without a message: it has printed its own."""
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]  # it finds this repository from any folder
-    code = run_command(words, os.environ | {"PYTHONPATH": os.pathsep.join(paths), STOP_IS_SUCCESS: "1"})
+    code = run_command(words, environment() | {STOP_IS_SUCCESS: "1"})
     if code:
         recorded = run_status.read_status(folder).get("exit_code")  # launchers know only 0 and 1
         sys.exit(recorded or (128 - code if code < 0 else code))
@@ -136,6 +135,12 @@ def end_at_signals() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a command that finds this repository from any folder."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_command(words: list[str], env: dict[str, str]) -> int:
