@@ -54,5 +54,5 @@ def make_task(cfg: RunConfig, options: Any) -> Task:
             f"task {cfg.task}: {task_class.__name__} in {_file_of_task(cfg.task)} has a method `compute_gradient`, which is "
             "not called: define `wrap_gradient(compute)`, which returns that function (engine/task.py)"
         )
-    check_parts(cfg.columns, task_class.parts, cfg.task)
+    check_parts(cfg.columns, getattr(task_class, "parts", Task.parts), cfg.task)
     return task_class(cfg, options)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -94,21 +93,11 @@ def test_run_files_of_adapters_are_valid(path):
     check_run_file(path)
 
 
-def test_readme_shows_the_step_of_train_py():
-    """The loop's step and `compute_gradient` without its docstring, line by line."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    train = (kit.REPOSITORY / "train.py").read_text()
-    parts = block.strip("\n").split("\n\n")
-    assert len(parts) == 3
-    for part in (textwrap.indent(parts[0], 8 * " "), *parts[1:]):
-        assert part + "\n" in train
-
-
 def test_pages_name_what_exists():
     """Targets of make, files, and the flags of train.py and eval.py, in code of every page; folders in AGENTS.md."""
     agents = (kit.REPOSITORY / "AGENTS.md").read_text()
     assert (kit.REPOSITORY / "CLAUDE.md").read_text() == agents
-    assert len(README.splitlines()) <= 150
+    assert len(README.replace("|", " ").split()) <= 900
     assert len(agents.splitlines()) <= 120
     pages = [*PAGES, kit.REPOSITORY / "benchmarks" / "README.md"]
     code = "\n".join(part for page in pages for part in re.findall(r"`+([^`]+)`+", page.read_text()))
