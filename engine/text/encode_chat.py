@@ -4,7 +4,6 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 """
 
 import functools
-from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from engine.text.template_variables import read_variables
 from engine.text.tokenize_and_pack import (
     IGNORED,
     find_leads,
+    span_array,
     token_bytes,
     warn_of_special_tokens,
 )
@@ -137,39 +137,37 @@ def _encode_text(tokenizer: Any, text: str, spans: list[Span]) -> Sequence:
 
     What stands before a span is tokenized apart from it where it has other tokens alone, as at inference."""
     ids, offsets = _tokenize(tokenizer, text, 0, len(text))
-    borders = _borders(tokenizer, text, spans, ids, offsets)
+    borders = _borders(tokenizer, text, spans, ids, offsets[:, 0])
     if borders:
         parts = [_tokenize(tokenizer, text, *part) for part in pairwise([0, *borders, len(text)])]
         ids = [each for part, _ in parts for each in part]
-        offsets = [each for _, part in parts for each in part]
-    is_target = _in_spans(np.array([start for start, _ in offsets]), spans)
-    labels = np.where(is_target, ids, IGNORED).tolist() if ids else []
-    return Sequence(ids, labels, token_bytes(text, offsets))
+        offsets = np.concatenate([part for _, part in parts])
+    labels = np.where(_in_spans(offsets[:, 0], spans), np.array(ids, np.int64), IGNORED).tolist()
+    return Sequence(ids, labels, token_bytes(text, offsets[:, 1]))
 
 
-def _borders(tokenizer: Any, text: str, spans: list[Span], ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
+def _borders(tokenizer: Any, text: str, spans: list[Span], ids: list[int], starts: np.ndarray) -> list[int]:
     """Return where spans begin before which the tokens of `text` are not those of a prompt that ends there.
 
     Texts between special tokens are tokenized on their own, so the prompt's end is compared from the last one on, or
     where none is near, the last tokens of a window."""
     special = _special_ids(tokenizer)
-    starts = [start for start, _ in offsets]
-    borders = []
+    windows = []  # (where the span begins, the text before it, the last tokens of that)
     for span in spans:
-        end = bisect_left(starts, span.begin)
+        end = int(np.searchsorted(starts, span.begin))
         near = max(0, end - WINDOW)
         first = next((k for k in range(end - 1, near, -1) if ids[k] in special), near)
         if first < end:
             compared = end - first if first > near or not near else FEW_TOKENS
-            alone = _ids_alone(tokenizer, text[offsets[first][0] : span.begin])
-            if alone[-compared:] != ids[end - compared : end]:
-                borders.append(span.begin)
-    return borders
+            windows.append((span.begin, text[starts[first] : span.begin], ids[end - compared : end]))
+    texts = tuple(dict.fromkeys(window for _, window, _ in windows))
+    alone = dict(zip(texts, _ids_alone(tokenizer, texts), strict=True))
+    return [begin for begin, window, last in windows if alone[window][-len(last) :] != last]
 
 
 @functools.lru_cache(1024)  # most turns have the same header
-def _ids_alone(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _ids_alone(tokenizer: Any, texts: tuple[str, ...]) -> list[list[int]]:
+    return tokenizer([*texts], add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
 def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -181,18 +179,17 @@ def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:
     return (span_before >= 0) & (places < ends[span_before])
 
 
-def _tokenize(tokenizer: Any, text: str, start: int, stop: int) -> tuple[list[int], list[tuple[int, int]]]:
+def _tokenize(tokenizer: Any, text: str, start: int, stop: int) -> tuple[list[int], np.ndarray]:
     """Return ids and characters of the tokens of a part of a text, without a space that a tokenizer begins texts with."""
     for lead in [*_leads(tokenizer), ""] if start else [""]:
         part = lead + text[start:stop]
         encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded["offset_mapping"]
-        first = next((i for i, (_, end) in enumerate(offsets) if end > len(lead)), len(offsets))
-        if first == len(offsets) or offsets[first][0] >= len(lead):  # else one token holds parts of both
+        offsets = span_array(encoded["offset_mapping"])
+        in_part = offsets[:, 1] > len(lead)
+        first = int(in_part.argmax()) if in_part.any() else len(offsets)
+        if first == len(offsets) or offsets[first, 0] >= len(lead):  # else one token holds parts of both
             break
-    shift = start - len(lead)
-    ids = list(encoded["input_ids"])
-    return ids[first:], [(begin + shift, end + shift) for begin, end in offsets[first:]]
+    return list(encoded["input_ids"])[first:], offsets[first:] + (start - len(lead))
 
 
 _leads = functools.lru_cache(find_leads)

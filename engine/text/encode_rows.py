@@ -32,6 +32,7 @@ from engine.text.row_formats import (
 )
 from engine.text.tokenize_and_pack import (
     IGNORED,
+    TextBytes,
     find_leads,
     pack,
     tokenize_continuation,
@@ -47,7 +48,7 @@ class Document(NamedTuple):
 
     ids: list[int]
     labels: list[int]
-    sizes: np.ndarray  # UTF-8 bytes of text per token; zeros if unknown
+    sizes: np.ndarray | TextBytes  # UTF-8 bytes of text per token, zeros if unknown; TextBytes if all are targets
 
 
 @dataclass
@@ -154,17 +155,23 @@ class Encoder:
         length = len(document.ids)
         starts = range(0, max(length, 1), self.max_length) if self.splits else [0]
         for start in starts:
-            stop = start + self.max_length
-            ids = document.ids[start:stop]
+            ids = document.ids[start : start + self.max_length]
+            stop = start + len(ids)
+            first = min(start + 1, stop)  # never the first token of a row is a target: no token precedes it
             labels = document.labels[start:stop]
-            sizes = document.sizes[start:stop]
-            is_target = np.array(labels[1:]) != IGNORED  # never the first token of a row: no token precedes it
+            if isinstance(document.sizes, TextBytes):
+                targets = stop - first
+                size = document.sizes.before(stop) - document.sizes.before(first)
+            else:
+                is_target = np.array(document.labels[first:stop], np.int64) != IGNORED
+                targets = int(is_target.sum())
+                size = int(document.sizes[first:stop][is_target].sum())
             yield {
                 "input_ids": ids,
                 "labels": labels,
                 "length": len(ids),
-                "targets": int(is_target.sum()),
-                "bytes": int(sizes[1:][is_target].sum()),
+                "targets": targets,
+                "bytes": size,
                 "cut": 0 if self.splits else length - len(ids),
             }
 
@@ -189,7 +196,7 @@ class Encoder:
             yield from self._encode_completions(prompts, texts)
             return
         for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):
-            ids, sizes = self._with_eos(ids, sizes)
+            ids = self._with_eos(ids)
             yield [Document(ids, ids, sizes)]
 
     def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[list[Document]]:
@@ -199,26 +206,24 @@ class Encoder:
         both = tokenize_with_bytes(self.tokenizer, texts)
         adds_eos = self.tokenizer("a")["input_ids"][-1:] == [self.tokenizer.eos_token_id]
         end = -1 if adds_eos else None  # without its eos; one that the prompt itself ends with stays
-        for (head, _), (ids, sizes), completion in zip(heads, both, completions, strict=True):
+        for (head, _), (ids, both_sizes), completion in zip(heads, both, completions, strict=True):
             head = head[:end]
             if ids[:end][: len(head)] == head:
                 tail = ids[len(head) : end]
-                sizes = sizes[len(head) : end]
+                sizes = both_sizes.of_each(len(ids))[len(head) : end]
             else:  # one token would hold parts of both
                 tail, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
-            tail, sizes = self._with_eos(tail, sizes)
-            sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
+            tail = self._with_eos(tail)
+            sizes = np.pad(sizes, (len(head), len(tail) - len(sizes)))
             yield [Document(head + tail, [IGNORED] * len(head) + tail, sizes)]
 
     @cached_property
     def _leads(self) -> list[str]:
         return find_leads(self.tokenizer)
 
-    def _with_eos(self, ids: list[int], sizes: np.ndarray) -> tuple[list[int], np.ndarray]:
+    def _with_eos(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
-        if not self.append_eos or eos is None or ids[-1:] == [eos]:
-            return ids, sizes
-        return [*ids, eos], np.append(sizes, 0)
+        return ids if not self.append_eos or eos is None or ids[-1:] == [eos] else [*ids, eos]
 
     def _encode_chats(self, rows: list[ChatRow], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):

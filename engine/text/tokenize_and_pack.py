@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,19 +90,38 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
     return encoded, {"length": lengths, "cut": truncated}
 
 
-def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield (token ids, UTF-8 bytes of each token) for each text. Without a fast tokenizer the bytes are zero."""
-    is_fast = getattr(tokenizer, "is_fast", False)
+class TextBytes(NamedTuple):
+    """How many UTF-8 bytes of a text its tokens are. They are unknown, and 0, without a fast tokenizer."""
+
+    text: str
+    encoding: Any = None  # tokenizers.Encoding
+    skipped: int = 0  # tokens of the encoding that the row lacks, at its beginning
+
+    def before(self, token: int) -> int:
+        """Return the bytes of the tokens before one. Few tokens are asked for, and a list of all spans takes long."""
+        if self.encoding is None:
+            return 0
+        for i in reversed(range(min(token + self.skipped, len(self.encoding)))):
+            span = self.encoding.token_to_chars(i)
+            if span and span[1]:  # else a token that the tokenizer has added
+                return len(self.text[: span[1]].encode(errors="surrogatepass"))
+        return 0
+
+    def of_each(self, count: int) -> np.ndarray:
+        """Return the bytes of each of `count` tokens."""
+        if self.encoding is None:
+            return np.zeros(count, np.int64)
+        return token_bytes(self.text, span_array(self.encoding.offsets[self.skipped :])[:, 1])
+
+
+def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], TextBytes]]:
+    """Yield (token ids, UTF-8 bytes of the tokens) for each text."""
     for start in range(0, len(texts), TEXTS):
         batch = texts[start : start + TEXTS]
-        encoded = tokenize(tokenizer, batch, return_offsets_mapping=is_fast, **options)
-        for i, text in enumerate(batch):
-            ids = list(encoded["input_ids"][i])
-            if is_fast:
-                sizes = token_bytes(text, encoded["offset_mapping"][i])
-            else:
-                sizes = np.zeros(len(ids), np.int64)
-            yield ids, sizes
+        encoded = tokenize(tokenizer, batch, return_attention_mask=False, **options)
+        encodings = getattr(encoded, "encodings", None) or [None] * len(batch)
+        for text, ids, encoding in zip(batch, encoded["input_ids"], encodings, strict=True):
+            yield ids, TextBytes(text, encoding, len(encoding) - len(ids) if encoding else 0)
 
 
 def find_leads(tokenizer) -> list[str]:
@@ -134,21 +153,23 @@ def tokenize_continuation(tokenizer, text: str, leads: list[str]) -> tuple[list[
         encoded = tokenize_with_bytes(tokenizer, [lead, lead + text], add_special_tokens=False)
         (lead_ids, _), (ids, sizes) = encoded
         if ids[: len(lead_ids)] == lead_ids:  # else one token would hold parts of both, as of two line breaks
-            return ids[len(lead_ids) :], sizes[len(lead_ids) :]
-    [alone] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
-    return alone
+            return ids[len(lead_ids) :], sizes.of_each(len(ids))[len(lead_ids) :]
+    [(ids, sizes)] = tokenize_with_bytes(tokenizer, [text], add_special_tokens=False)
+    return ids, sizes.of_each(len(ids))
 
 
-def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return the number of UTF-8 bytes of `text` per token, from the character spans of the tokens."""
-    if not spans:
-        return np.zeros(0, np.int64)
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
-    bytes_before = np.concatenate([[0], np.cumsum(sizes)])
-    ends = [end for _, end in spans]
-    bytes_so_far = np.maximum.accumulate(bytes_before[ends])
-    return np.diff(bytes_so_far, prepend=0)
+def span_array(spans: list[tuple[int, int]]) -> np.ndarray:
+    """Return the character spans of tokens as an array, (tokens, 2)."""
+    return np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans)).reshape(-1, 2)
+
+
+def token_bytes(text: str, ends: np.ndarray) -> np.ndarray:
+    """Return the number of UTF-8 bytes of `text` per token, from the characters at which the tokens end."""
+    if not text.isascii():
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+        ends = np.concatenate([[0], np.cumsum(sizes)])[ends]
+    return np.diff(np.maximum.accumulate(ends), prepend=0)
 
 
 # ---- rows of a batch -------------------------------------------------------------------------------------------------

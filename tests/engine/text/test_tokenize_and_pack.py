@@ -83,7 +83,7 @@ def test_text_that_begins_with_the_bos_gets_no_second_one(tmp_path):
 def test_bytes_of_gaps_and_special_tokens():
     # A special token covers nothing, a skipped blank belongs to the token after it, a character in several tokens
     # counts once.
-    assert token_bytes("ab é", [(0, 0), (0, 2), (3, 4), (3, 4), (0, 0)]).tolist() == [0, 2, 3, 0, 0]
+    assert token_bytes("ab é", np.array([0, 2, 4, 4, 0])).tolist() == [0, 2, 3, 0, 0]
 
 
 def test_best_fit_by_hand():
