@@ -309,7 +309,8 @@ def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
                 ids.tobytes() for ids in np.split(readers["input_ids"](i), readers["documents"](i).cumsum()[:-1])
             )
         else:
-            yield pickle.dumps([read(i) for read in readers.values()])
+            values = [read(i) for read in readers.values()]  # numpy pickles slowly
+            yield pickle.dumps([value.tobytes() if hasattr(value, "tobytes") else value for value in values])
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Tests: tests/engine/text/test_chat.py and tests/src/tasks/test_causal_lm.py.
 
 import functools
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,7 +189,7 @@ def _tokenize(tokenizer: Any, text: str, start: int, stop: int) -> tuple[list[in
         first = int(in_part.argmax()) if in_part.any() else len(offsets)
         if first == len(offsets) or offsets[first, 0] >= len(lead):  # else one token holds parts of both
             break
-    return list(encoded["input_ids"])[first:], offsets[first:] + (start - len(lead))
+    return encoded["input_ids"][first:], offsets[first:] + (start - len(lead))
 
 
 _leads = functools.lru_cache(find_leads)
@@ -217,7 +217,7 @@ def _ends_with_special_token(tokenizer: Any, labels: list[int]) -> bool:
     """Return whether one of the last two targets, of which the last may be a line break, is a special token."""
     if tokenizer.eos_token_id in labels:
         return True
-    last = [label for label in labels if label != IGNORED][-2:]
+    last = islice((label for label in reversed(labels) if label != IGNORED), 2)
     return not _special_ids(tokenizer).isdisjoint(last)
 
 

@@ -196,7 +196,7 @@ class Encoder:
             yield from self._encode_completions(prompts, texts)
             return
         for ids, sizes in tokenize_with_bytes(self.tokenizer, texts):
-            ids = self._with_eos(ids)
+            ids = ids + self._eos(ids)
             yield [Document(ids, ids, sizes)]
 
     def _encode_completions(self, prompts: list[str], completions: list[str]) -> Iterator[list[Document]]:
@@ -213,7 +213,7 @@ class Encoder:
                 sizes = both_sizes.of_each(len(ids))[len(head) : end]
             else:  # one token would hold parts of both
                 tail, sizes = tokenize_continuation(self.tokenizer, completion, self._leads)
-            tail = self._with_eos(tail)
+            tail = tail + self._eos(tail)
             sizes = np.pad(sizes, (len(head), len(tail) - len(sizes)))
             yield [Document(head + tail, [IGNORED] * len(head) + tail, sizes)]
 
@@ -221,9 +221,13 @@ class Encoder:
     def _leads(self) -> list[str]:
         return find_leads(self.tokenizer)
 
-    def _with_eos(self, ids: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        return ids if not self.append_eos or eos is None or ids[-1:] == [eos] else [*ids, eos]
+    @cached_property
+    def _eos_id(self) -> int | None:
+        return self.tokenizer.eos_token_id if self.append_eos else None
+
+    def _eos(self, ids: list[int]) -> list[int]:
+        """Return what ends a document of these ids."""
+        return [] if self._eos_id is None or ids[-1:] == [self._eos_id] else [self._eos_id]
 
     def _encode_chats(self, rows: list[ChatRow], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):

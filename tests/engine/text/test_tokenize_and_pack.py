@@ -9,7 +9,14 @@ from transformers import AutoTokenizer
 
 from engine.models.prompts import read_prompt
 from engine.text import tokenize_and_pack
-from engine.text.tokenize_and_pack import document_lengths, pack, packed_positions, token_bytes, tokenize_truncated
+from engine.text.tokenize_and_pack import (
+    document_lengths,
+    pack,
+    packed_positions,
+    token_bytes,
+    tokenize_truncated,
+    tokenize_with_bytes,
+)
 from tests.helpers import kit
 
 SAID = {
@@ -84,6 +91,21 @@ def test_bytes_of_gaps_and_special_tokens():
     # A special token covers nothing, a skipped blank belongs to the token after it, a character in several tokens
     # counts once.
     assert token_bytes("ab é", np.array([0, 2, 4, 4, 0])).tolist() == [0, 2, 3, 0, 0]
+
+
+@pytest.mark.parametrize("text", ["ab é 漢字 😀", "<s>ab é", "é<s> a", ""])
+def test_bytes_before_a_token_are_the_sum_of_each(text, tmp_path):
+    """Also with tokens that the tokenizer adds, of which one is removed if the text has it, and behind the last token."""
+    tokenizer = AutoTokenizer.from_pretrained(kit.tiny_tokenizer(tmp_path))
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    added = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <s>", special_tokens=added
+    )
+    [(ids, sizes)] = tokenize_with_bytes(tokenizer, [text])
+    sums = sizes.of_each(len(ids)).cumsum().tolist()
+    assert [sizes.before(i) for i in range(len(ids) + 2)] == [0, *sums, sums[-1]]
+    assert sums[-1] == len(text.encode())
 
 
 def test_best_fit_by_hand():
