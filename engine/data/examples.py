@@ -362,8 +362,8 @@ class DatasetExamples(Examples):
 def load_examples(source: Source, cfg: RunConfig) -> Examples | None:
     """Return the raw rows of a source, or None if a dataset given by name has no such split."""
     refuse_references()
-    if source.builder:
-        return FileExamples(source, files_to_read(source, source.builder, source.files))
+    if source.kind:
+        return FileExamples(source, files_to_read(source, source.kind, source.files))
     folder = str(cache_root(cfg)) if cfg.cache_dir else None
     with read_errors(source):
         return _load_saved(source) if source.saved_to_disk else _load_named(source, folder)
