@@ -79,7 +79,7 @@ class StreamShards:
 
     def _refuse_changed(self, path: str) -> None:
         """Raise UsageError if a local file has changed since its first read."""
-        if self.source.builder and "://" not in path:
+        if self.source.kind and "://" not in path:
             [now] = self.source.file_keys([path])
             if self.file_keys.setdefault(path, now) != now:
                 raise UsageError(f"{path} changed during training: restore the file and run again")
@@ -152,8 +152,8 @@ def _open(source: StreamSource) -> StreamedFiles | StreamedDataset:
 
     refuse_references()
     datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20; one of those waits as long as three of our retries
-    if source.builder:
-        return StreamedFiles(source, files_to_read(source, source.builder, source.files))
+    if source.kind:
+        return StreamedFiles(source, files_to_read(source, source.kind, source.files))
     with read_errors(source):
         builder, data_files, _, split = open_builder(source, None)
         kind = kind_of_files(builder)

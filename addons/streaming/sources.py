@@ -81,7 +81,7 @@ def _open_url(url: str, **options: Any) -> Any:
 def look_up_stream(source: Source, cfg: Any) -> Source:
     """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     stream = StreamSource(**vars(source))
-    if not source.builder:
+    if not source.kind:
         return stream if source.files else at_commit(stream, cache_root(cfg))
     urls = [file for file in source.files if "://" in file]
     if not urls:
@@ -148,7 +148,7 @@ class HubEvaluation(Source):
 def fetch_evaluation(source: Source, cfg: Any) -> Source:
     """Download the files of evaluation data; of a Hub dataset, look up its commit."""
     fetched = sources.fetch_source(source, cfg)
-    if source.builder or source.files:
+    if source.kind or source.files:
         return fetched
     return HubEvaluation(**vars(fetched), first_rows=cfg.max_eval_examples)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -255,16 +255,11 @@ class FileExamples(Examples):
         return _features_of_schema(self._schema)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
-        parts = self._all_parts(columns)
+        parts = chain.from_iterable(self.parts_of(file, columns) for file in self.files)
         if self.source.first_rows is None:
-            yield from parts
-            return
+            return parts
         rows = islice((row for part in parts for row in self.read_part(part, columns)), self.source.first_rows)
-        yield Part(self.files[0], 0, 0, list(rows))
-
-    def _all_parts(self, columns: Sequence[str] | None) -> Iterator[Part]:
-        for file in self.files:
-            yield from self.parts_of(file, columns)
+        return iter([Part(self.files[0], 0, 0, list(rows))])
 
     def parts_of(self, file: File, columns: Sequence[str] | None = None) -> Iterator[Part]:
         """Yield the parts of a file. Raise UsageError if it has no rows, unless they are streamed."""
@@ -332,7 +327,7 @@ class DatasetExamples(Examples):
         return dict(self.table.features)
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[Part]:
-        rows = self.table if columns is None else self.table.select_columns(self._there(columns))
+        rows = self._select(columns)
         has_media = any(type(feature).__name__ in MEDIA for feature in rows.features.values())
         count = len(rows)
         size = max(rows.data.nbytes, count * MEDIA_FILE if has_media else 0)
@@ -342,15 +337,16 @@ class DatasetExamples(Examples):
             yield Part(self.file, size * (stop - first) // count, first, range(first, stop))
 
     def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
-        rows = self.table if columns is None else self.table.select_columns(self._there(columns))
-        table = rows[part.content.start : part.content.stop]
+        table: pa.Table = self._select(columns)[part.content.start : part.content.stop]
         place = Place(f"{self.source.split} data", self.file.name, "row", 0)
         values = read.rows_of_table(table, columns)
         return [read.make_row(place._replace(number=part.first + i), row) for i, row in enumerate(values)]
 
-    def _there(self, columns: Iterable[str]) -> list[str]:
-        """Return those of these columns that are there; any one if none is, for the number of rows."""
-        return [name for name in columns if name in self.raw_names] or self.raw_names[:1]
+    def _select(self, columns: Sequence[str] | None) -> "Dataset":
+        """Return the rows with those of these columns that are there; with any one if none is, for their number."""
+        if columns is None:
+            return self.table
+        return self.table.select_columns([name for name in columns if name in self.raw_names] or self.raw_names[:1])
 
     def size(self) -> int | None:
         return None
@@ -362,8 +358,8 @@ class DatasetExamples(Examples):
 def load_examples(source: Source, cfg: RunConfig) -> Examples | None:
     """Return the raw rows of a source, or None if a dataset given by name has no such split."""
     refuse_references()
-    if source.builder:
-        return FileExamples(source, files_to_read(source, source.builder, source.files))
+    if source.kind:
+        return FileExamples(source, files_to_read(source, source.kind, source.files))
     folder = str(cache_root(cfg)) if cfg.cache_dir else None
     with read_errors(source):
         return _load_saved(source) if source.saved_to_disk else _load_named(source, folder)

@@ -24,23 +24,23 @@ from engine.storage.git_lfs import refuse_pointers
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-# File suffix -> the builder of `datasets` that reads such files
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+# File suffix -> kind of files, as engine/rows/read.py and `datasets` name it
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".bz2", ".lz4", ".xz", ".zst", ".zip"}  # `datasets` reads them in folders
 IMAGES = {".heic", ".heif", ".avif", ".jxl"}  # that `datasets` does not read
 # Suffixes of files that are nothing but data; others are data if they are named like a split
-DATA = BUILDERS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED | IMAGES
+DATA = KINDS.keys() - {".json", ".txt"} | {".tsv", ".ndjson"} | COMPRESSED | IMAGES
 SPLITS = re.compile(r"(train|training|valid|validation|val|dev|test|testing|eval|evaluation)([^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Raw rows of one split: files for a builder of `datasets`, or a folder or Hub dataset by name."""
+    """Raw rows of one split: files of one kind, or a folder or Hub dataset by name."""
 
     field: str  # field of the run file (YAML), for messages
     split: str  # train or validation: what the rows are for
     files: tuple[str, ...] = ()  # for a folder: all its files, also those of other splits
-    builder: str | None = None
+    kind: str | None = None  # of `files`: json, csv, parquet, arrow or text
     name: str | None = None
     config_name: str | None = None
     revision: str | None = None  # Hub revision, replaced by its commit when looked up
@@ -59,7 +59,7 @@ class Source:
     def hub(self) -> tuple | None:
         """(config name, revision, split) of a dataset given by name, and what else chooses its rows; else None."""
         given = [self.dataset_split] if self.dataset_split else []
-        return None if self.builder else (self.config_name, self.revision, self.rows_of, *given)
+        return None if self.kind else (self.config_name, self.revision, self.rows_of, *given)
 
     def choose_split(self, names: Iterable[str]) -> str | None:
         """Return the one of `names` to read, or None. For validation use "test" if "validation" is missing.
@@ -83,11 +83,11 @@ class Source:
     def saved_to_disk(self) -> bool:
         """True for a folder that `save_to_disk` wrote."""
         names = ("dataset_info.json", "dataset_dict.json")
-        return not self.builder and any(file.endswith(names) for file in self.files)
+        return not self.kind and any(file.endswith(names) for file in self.files)
 
     def key(self) -> list:
         """Return the values that identify this data on this disk, for cache keys."""
-        return [self.file_keys(self.files), self.builder, self.name, self.hub]
+        return [self.file_keys(self.files), self.kind, self.name, self.hub]
 
     def file_keys(self, files: Iterable[str]) -> list:
         """Return [path, size, timestamps] of local files, [size, hash] of downloaded ones, [URL] of others."""
@@ -187,16 +187,16 @@ def _source_of_files(patterns: list[str], split: str, field: str) -> Source:
         files += _expand(pattern, field)
     source = Source(field, split, tuple(files))
     suffixes = {Path(file.split("?")[0] if "://" in file else file).suffix for file in files}
-    if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
+    if len(suffixes) > 1 or not suffixes <= set(KINDS):
         tar = "; of .tar shards give the folder as --dataset_name" if ".tar" in suffixes else ""
-        raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)}){tar}")
-    return replace(source, builder=BUILDERS[suffixes.pop()])
+        raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(KINDS)}){tar}")
+    return replace(source, kind=KINDS[suffixes.pop()])
 
 
 def fetch_source(source: Source, cfg: RunConfig) -> Source:
     """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
     root = cache_root(cfg)
-    if not source.builder:
+    if not source.kind:
         return source if source.files or source.computed else at_commit(source, root)
     local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
     for url, file in local.items():
@@ -267,7 +267,7 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
         if not (plain_data(file) if is_remote else is_inside):
             raise UsageError(f"{source.field}: {source.name} names {file} as its data, which is not in this folder")
     empty = [
-        file for file in files if Path(file).suffix in BUILDERS and os.path.isfile(file) and not os.path.getsize(file)
+        file for file in files if Path(file).suffix in KINDS and os.path.isfile(file) and not os.path.getsize(file)
     ]
     if empty:
         raise UsageError(f"{source.field}: {empty[0]} is empty ({len(empty)} of {len(files)} files): remove it")
@@ -286,11 +286,11 @@ def named_files(source: Source, data_files: Mapping | None) -> list[str]:
 
 def _is_copy(file: Path) -> bool:
     """Return whether a file may be a copy of another one, such as a.jsonl.bak: `datasets` reads it for its middle name."""
-    return file.suffix.lower() not in DATA | BUILDERS.keys() and not BUILDERS.keys().isdisjoint(file.suffixes[:-1])
+    return file.suffix.lower() not in DATA | KINDS.keys() and not KINDS.keys().isdisjoint(file.suffixes[:-1])
 
 
 def _is_data(file: Path) -> bool:
-    is_of_split = file.suffix in BUILDERS and SPLITS.match(file.stem)
+    is_of_split = file.suffix in KINDS and SPLITS.match(file.stem)
     return file.suffix.lower() in DATA or bool(is_of_split)
 
 

@@ -90,10 +90,8 @@ def _choose_recorded(tokenizer: Any, name: str) -> Choice:
         return Choice(OWN, None, "the tokenizer's, as training_template says")
     families = family_files()
     if name not in families:
-        gone = ": templates of the package trl are no longer used" if name == "trl" else ""
         raise UsageError(
-            f"training_template: {name} is none of {OWN}, {', '.join(families)}{gone}"
-            f"{did_you_mean(name, (OWN, *families))}"
+            f"training_template: {name} is none of {OWN}, {', '.join(families)}{did_you_mean(name, (OWN, *families))}"
         )
     return Choice(name, families[name].read_text(encoding="utf-8"), f"as training_template says; {KEPT}")
 

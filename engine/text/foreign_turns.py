@@ -4,7 +4,6 @@ Turns become those that a chat template takes (engine/text/chat_turns.py). A row
 Tests: tests/engine/text/test_row_formats.py.
 """
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +34,7 @@ THINK_END = "</think>"
 
 def read_turns(turns: Any, name: str, other_roles: bool = False) -> Any:
     """Return turns with `role` and `content`, made of those with `from` and `value`; any of them may be JSON text.
+    A key that is null is not there.
 
     `name`: what holds the turns. `other_roles`: also of those with `role` the names are ShareGPT's. Raise ValueError for a
     turn that says its role or text twice, or whose role has no meaning."""
@@ -44,19 +44,19 @@ def read_turns(turns: Any, name: str, other_roles: bool = False) -> Any:
     turns = [from_json(turn, f"turn {i} of {name}") for i, turn in enumerate(turns)]
     if not all(isinstance(turn, dict) for turn in turns):
         return turns
+    turns = [{key: value for key, value in turn.items() if value is not None} for turn in turns]
     read = []
     before = ""  # the role of the turn before
     for i, turn in enumerate(turns):
-        if other_roles or turn.get("from") is not None:
+        if other_roles or "from" in turn:
             turn = _read_turn(i, turn, before)
-        before = turn.get("role")
+        before = turn.get("role", "")
         read.append(turn)
     return read
 
 
 def _read_turn(i: int, turn: dict, before: str) -> dict:
-    """Return turn `i` of ShareGPT as templates take it, without its nulls."""
-    turn = {key: value for key, value in turn.items() if value is not None}
+    """Return turn `i` of ShareGPT as templates take it."""
     if "value" in turn:
         text = turn.pop("value")
         if turn.setdefault("content", text) != text:
@@ -109,12 +109,8 @@ def _read_call(i: int, turn: dict) -> dict:
 
 
 def wrap_tools(tools: Any) -> Any:
-    """Return tools each as `{"type": "function", "function": …}`, as templates take them.
-
-    JSON text stays text: unlike in structs, a null in it was written."""
-    if isinstance(tools, str):
-        value = from_json(tools, "`tools` of the row")
-        return value and json.dumps(wrap_tools(value))
+    """Return tools, which may be JSON text, each as `{"type": "function", "function": …}`, as templates take them."""
+    tools = from_json(tools, "`tools` of the row")
     if isinstance(tools, list):
         return [wrap_tools(tool) for tool in tools]
     if not isinstance(tools, dict) or tools.get("function") is not None or not tools.get("name"):
@@ -175,7 +171,6 @@ def _as_turns(value: Any, role: str, name: str) -> list[dict]:
     turns = read_turns([value] if isinstance(value, dict) else value, f"`{name}`")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"`{name}` is not a list of turns, nor text")
-    turns = [{key: item for key, item in turn.items() if item is not None} for turn in turns]
     for i, turn in enumerate(turns):
         if not isinstance(turn.get("role"), str):
             raise ValueError(f"turn {i} of `{name}` has no role")

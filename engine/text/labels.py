@@ -7,17 +7,12 @@ Tests: tests/src/tasks/test_text_classification.py.
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.addons import used_addons
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-
-SEVERAL_LABELS = (
-    "lists or mappings, and several labels for one row are not supported: give one name, integer or number for each row"
-)
 
 
 @dataclass(frozen=True)
@@ -34,16 +29,16 @@ class Labels:
 
     def find(self, cfg: RunConfig, examples: Any, split: str) -> "Labels":
         """Return the labels for the rows of a split, with the names that these hold unless the names are known."""
-        labels = self.inspect(examples, split)
+        labels = self.inspect(examples)
         if labels.names is not None:
             return labels
         return replace(labels, names=labels.of_data(cfg, examples.unique(self.column), split))
 
-    def inspect(self, examples: Any, split: str) -> "Labels":
+    def inspect(self, examples: Any) -> "Labels":
         """Return the labels for a split, with the names of a ClassLabel column."""
         return replace(self, names_of_column=getattr(examples.features.get(self.column), "names", None))
 
-    def of_data(self, cfg: RunConfig, values: Iterable, split: str) -> list[str]:
+    def of_data(self, cfg: RunConfig, values: list, split: str) -> list[str]:
         """Return the names of a ClassLabel column, else the labels in `values`, all of a split.
 
         Raise UsageError if there is only one, or if a value is no label."""
@@ -54,7 +49,6 @@ class Labels:
                     f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                     f"`{self.column}`, or a model with the labels in its config"
                 )
-            values = list(values)
             names = self._distinct(values, split)
         if len(names) < 2:
             only = ", ".join(names) or "empty"
@@ -63,14 +57,11 @@ class Labels:
             raise UsageError(f"{split} data: `{self.column}` is {only} in every row: give data with two labels or more")
         return names
 
-    def _distinct(self, values: Iterable, split: str) -> list[str]:
+    def _distinct(self, values: list, split: str) -> list[str]:
         """Return the labels in `values`, each once; integers, also those of CSV files, by value: 2 before 10."""
-        try:
-            distinct = set(values) - {None}
-        except TypeError as error:  # lists cannot be compared
-            raise UsageError(f"{split} data: `{self.column}` holds {SEVERAL_LABELS}") from error
+        distinct = set(values) - {None}
         are_integers = all(re.fullmatch(r"-?[0-9]+", str(value)) for value in distinct)
-        ordered = sorted(distinct, key=lambda value: (int(value) if are_integers else 0, str(type(value)), value))
+        ordered = sorted(distinct, key=lambda value: (int(value) if are_integers else 0, value))
         for value in ordered:
             if isinstance(value, float | bytes) or str(value) == "-100":
                 raise UsageError(
@@ -89,8 +80,6 @@ class Labels:
         for i, value in enumerate(values):
             if value is None:
                 raise UsageError(f"{locations[i]}: `{self.column}` holds nothing: every row needs a label")
-            if isinstance(value, list | dict):
-                raise UsageError(f"{locations[i]}: `{self.column}` holds {SEVERAL_LABELS}")
             label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
             if label not in id_of:
                 known = ", ".join(labels)[:200]

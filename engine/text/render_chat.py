@@ -23,7 +23,6 @@ MARK = re.compile("(\ufdd0\\d+\ufdd1|[\ufdd2-\ufdd4])")
 ESCAPED_MARK = re.compile(r"\\u(fdd[0-4])")  # as Python code and some JSON have it
 THINK_TAG = re.compile("</?think>")
 IN_CONTENT = "reasoning in the content"
-ARGUMENTS = "arguments"  # that are JSON text
 WORDS = "Zq7x"
 QUESTION = [{"role": "user", "content": WORDS}]
 OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a template that writes it"
@@ -177,12 +176,6 @@ def check_written(chat: Chat, written: WrittenChat) -> None:
             if not (text.is_reasoning and (text.turn, text.text) in reasoning):
                 _refuse(chat, text)
             continue
-        if text.name == ARGUMENTS and all(
-            written.text[begin - 1 : begin] == written.text[end : end + 1] == '"' for begin, end in places
-        ):
-            raise ValueError(
-                f"the chat template quotes the arguments of turn {text.turn} again: give a mapping, not text"
-            )
         if text.name == IN_CONTENT:
             _warn_of_opened(chat.turns[text.turn]["content"], written.text[: places[0][0]])
 
@@ -285,8 +278,7 @@ def _mark_function(value: Any, owner: Text, texts: list[Text]) -> Any:
     marked = dict(value)
     for key in ("name", "arguments"):
         if key in value:
-            is_json = key == "arguments" and isinstance(value[key], str)
-            marked[key] = _mark(value[key], owner._replace(name=ARGUMENTS) if is_json else owner, texts)
+            marked[key] = _mark(value[key], owner, texts)
     return marked
 
 

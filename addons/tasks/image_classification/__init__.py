@@ -87,7 +87,7 @@ class Task(base.Task):
         from datasets import ClassLabel, Features, Value
 
         needed = require_columns(examples, [*self.parts], split)
-        self.classes = self.classes.inspect(examples, split)
+        self.classes = self.classes.inspect(examples)
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
             if self.labels is None or not is_stream or self.classes.names_of_column is not None:

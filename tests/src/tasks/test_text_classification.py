@@ -132,14 +132,6 @@ def test_several_labels_for_one_row_are_refused(folder, label, regression):
     assert "\n" not in str(error.value)
 
 
-def test_a_list_that_the_type_of_the_column_does_not_show_is_refused():
-    for values in ([[0, 2]], [0, [2]]):
-        with pytest.raises(UsageError, match="train data: `label` holds lists"):
-            Labels("label").of_data(RunConfig(), values, "train")
-        with pytest.raises(UsageError, match="line 7: `label` holds lists"):
-            Labels("label", ["0", "1", "2"]).ids(values, ["line 7"] * 2)
-
-
 def test_weights_of_other_classes_or_tokens_do_not_begin_a_run_silently(folder, tmp_path, capsys):
     task, _ = open_data(folder)
     cfg = RunConfig(init_from=str(tmp_path))
