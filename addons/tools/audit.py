@@ -272,8 +272,8 @@ def _first_difference(theirs: list[dict], mine: list[dict]) -> str:
         if one != other:
             line = one or other
             name = f"the {line['kind']} line of step {line['step']:,}"
-            if not one or not other:
-                return f"{name} is only {'in the run' if one else 'here'}"
+            if not one or not other or (one["kind"], one["step"]) != (other["kind"], other["step"]):
+                return f"{name} is only {'in the run' if one else 'here'}, or a line before it is missing"
             values = [
                 f"{key} {one.get(key)} → {other.get(key)}" for key in one | other if one.get(key) != other.get(key)
             ]
@@ -383,14 +383,17 @@ def audit(run: Path, count: str, seed: int, command: list[str]) -> int:
     result: dict[str, Any] = {"exit_code": code, "seed": seed, "processes": processes, "flags": flags}
     result |= {"verdict": verdict(chosen, processes), "of_intervals": len(intervals), "time": round(time.time(), 3)}
     reasons = [f"{each.name}: {each.result}: {each.reason}" for each in chosen if each.reason]
-    result |= {"notes": [text for text in (claim, *reasons, not_kept) if text]}
+    missing = " and ".join(name for name in ("metrics.jsonl", "ledger.jsonl") if not (run / name).exists())
+    missing = missing and f"the run has no {missing}, so no lines of it were compared"
+    result |= {"notes": [text for text in (claim, missing, *reasons, not_kept) if text]}
     result |= {
         "intervals": [each.found | {"from": each.begin, "to": each.end, "result": each.result} for each in chosen]
     }
     result |= {"versions": {name: metadata.version(name) for name in PACKAGES}}
     with writes_to(run, "RUN"):
         atomic_folder.rewrite(run / "audit.json", json.dumps(jsonl.strict_json(result), indent=1) + "\n")
-        add_to_card(run / "final", f"{LINE}{result['verdict']}; of {len(intervals)} intervals, chosen by seed {seed}.")
+        of_all = f"{result['verdict']}; of {len(intervals)} intervals, chosen by seed {seed}"
+        add_to_card(run / "final", f"{LINE}{'; '.join(filter(None, (of_all, claim, missing)))}.")
     console.say("\n" + "\n".join([*result["notes"], result["verdict"], f"written to {run / 'audit.json'}"]))
     return code
 

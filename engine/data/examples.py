@@ -274,15 +274,15 @@ class FileExamples(Examples):
 
     def _check_classes(self, file: File, columns: Sequence[str] | None) -> None:
         """Raise UsageError if a file has other classes in one of these columns than the first one."""
-        names = {name: getattr(self.raw_features.get(name), "names", None) for name in columns or ()}
-        if file is self.files[0] or not any(names.values()):
+        if file is self.files[0] or self._schema is None:
             return
+        names = {name: getattr(self.raw_features.get(name), "names", None) for name in columns or ()}
         features = _features_of_schema(read.schema_of_file(file, self.source.open_file))
         for name, classes in names.items():
             others = getattr(features.get(name), "names", None)
             if others != classes:
                 raise UsageError(
-                    f"{file.name}: `{name}` has the classes {others}, in the first file {classes}: write them alike"
+                    f"{file.name}: `{name}` has the classes {others or 'none'}, in the first file {classes or 'none'}: write them alike"
                 )
 
     def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:

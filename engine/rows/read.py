@@ -23,6 +23,7 @@ PART_ROWS = 10_000  # maximum rows of a part, about
 SAMPLE = 1 << 16  # bytes that say how long a line is
 LONGEST_CELL = 1 << 30  # characters of a CSV file
 BOM = b"\xef\xbb\xbf"  # byte order mark
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 WRITTEN_BY_USERS = ("arguments", "parameters")  # below these keys a null is a value
 
 Open = Callable[[str], Any]
@@ -67,6 +68,7 @@ class Part(NamedTuple):
     size: int  # bytes
     first: int = 0  # number of the first line or row; without `content`, the byte at which it begins
     content: Any = None  # bytes of lines, a table, records of CSV, rows of JSON, or an error
+    is_clean: bool = True  # False: rows of JSON may hold text that is no Unicode
 
 
 def _open(file: File, open_file: Open | None) -> Any:
@@ -104,7 +106,7 @@ def parts_of_file(file: File, columns: Iterable[str] | None = None, open_file: O
 
 def read_part(part: Part, columns: Iterable[str] | None, data: str) -> list[Row]:
     """Return the rows of a part, with these columns (None: those that each row has). `data`: the split, for messages."""
-    file, _, first, content = part
+    file, _, first, content, is_clean = part
     place = functools.partial(Place, data, file.name)
     if isinstance(content, ValueError):
         return [make_row(place("line", first), content)]
@@ -112,20 +114,20 @@ def read_part(part: Part, columns: Iterable[str] | None, data: str) -> list[Row]
         rows = rows_of_table(pa.ipc.open_stream(content).read_all(), columns)
         return [make_row(place("row", first + i), row) for i, row in enumerate(rows)]
     if isinstance(content, list):
-        return [make_row(place("row", first + i), _select(row, columns, True)) for i, row in enumerate(content)]
+        return [make_row(place("row", first + i), _select(row, columns, is_clean)) for i, row in enumerate(content)]
     if isinstance(content, tuple):
         names, records = content
         return [make_row(place("line", line), _read_record(names, cells, columns)) for line, cells in records]
     of_bytes = {}
+    is_begin = first == (0 if content is None else 1)
     if content is None:
         with open(file.path, "rb") as binary:
             binary.seek(first)
             content = binary.read(part.size)
         of_bytes = {"path": file.path, "start": first}
         first = 1
-    text, is_clean = _decode(content)
+    text, is_clean = _decode(content.removeprefix(BOM) if is_begin else content, file.kind == "json")
     lines = _json_rows(text) if file.kind == "json" else _text_rows(text)
-    is_clean = is_clean and not (file.kind == "json" and HALF_SURROGATE.search(text))
     return [make_row(place("line", first + i, **of_bytes), _select(row, columns, is_clean)) for i, row in lines]
 
 
@@ -141,11 +143,13 @@ def bad_rows_error(text: str, bad: int, rows: int) -> UsageError:
 
 @functools.lru_cache(64)
 def _lines_before(path: str, byte: int) -> int:
-    """Return the number of line breaks before a byte of a file."""
+    """Return the number of line breaks (\\n, \\r\\n or \\r) before a byte of a file."""
     count = 0
+    last = b""
     with open(path, "rb") as binary:
         while byte > 0 and (content := binary.read(min(byte, PART))):
-            count += content.count(b"\n")
+            count += content.count(b"\n") + content.count(b"\r") - (last + content).count(b"\r\n")
+            last = content[-1:]
             byte -= len(content)
     return count
 
@@ -156,6 +160,8 @@ def _lines_before(path: str, byte: int) -> int:
 def _parts_of_lines(file: File, binary: Any, seeks: bool) -> Iterator[Part]:
     """Yield the parts of a file of lines; their bytes, unless it `seeks`."""
     begun = binary.read(SAMPLE)
+    if begun.startswith(UTF_16):
+        raise ValueError("it is UTF-16: save it as UTF-8")
     first_lines = begun.removeprefix(BOM).lstrip()
     while file.kind == "json" and not first_lines:  # a file of blank lines has no rows
         more = binary.read(SAMPLE)
@@ -166,7 +172,11 @@ def _parts_of_lines(file: File, binary: Any, seeks: bool) -> Iterator[Part]:
     if file.kind == "json" and first_lines.startswith(b"["):
         yield from _parts_of_list(file, begun + binary.read())
         return
-    cut = b"\n{" if file.kind == "json" else b"\n"  # an object may stand on several lines
+    if file.kind == "json" and _is_on_several_lines(first_lines):  # nothing tells where the next object begins
+        content = begun + binary.read()
+        yield Part(file, len(content), 1, content)
+        return
+    cut = b"\n{" if file.kind == "json" else b"\n"  # some objects may stand on several lines
     lines_in_sample = max(1, begun.count(b"\n"))
     size = max(1, min(PART, PART_ROWS * len(begun) // lines_in_sample))  # if all lines are as long as these
     if not seeks:
@@ -180,6 +190,18 @@ def _parts_of_lines(file: File, binary: Any, seeks: bool) -> Iterator[Part]:
         if stop > first:
             yield Part(file, stop - first, first)
             first = stop
+
+
+def _is_on_several_lines(first_lines: bytes) -> bool:
+    """Return whether the first object of a file has line breaks."""
+    line, end, _ = first_lines.partition(b"\n")
+    if not end:
+        return False
+    try:
+        DECODER.raw_decode(_decode(line)[0])
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _find(binary: Any, cut: bytes, start: int) -> int:
@@ -208,13 +230,13 @@ def _chunks(file: File, binary: Any, begun: bytes, size: int, cut: bytes) -> Ite
         yield Part(file, len(begun), line, begun)
 
 
-def _decode(content: bytes) -> tuple[str, bool]:
-    """Return (the text, whether it is UTF-8). Any other byte becomes half of a surrogate pair."""
-    content = content.removeprefix(BOM)
+def _decode(content: bytes, is_json: bool = True) -> tuple[str, bool]:
+    """Return (the text, whether all texts in it are Unicode). A byte that is not UTF-8 becomes half of a surrogate pair."""
     try:
-        return content.decode(), True
+        text = content.decode()
     except UnicodeDecodeError:
         return content.decode(errors="surrogateescape"), False
+    return text, not (is_json and HALF_SURROGATE.search(text))
 
 
 def _text_rows(text: str) -> Iterator[tuple[int, dict]]:
@@ -228,8 +250,10 @@ def _text_rows(text: str) -> Iterator[tuple[int, dict]]:
 
 WHITESPACE = re.compile(r"[ \t\n\r]*")  # between JSON values
 OBJECT = re.compile(r"^\{", re.M)
-# An escape of half of a surrogate pair, or two that stand in a text
-HALF_SURROGATE = re.compile(r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))")
+# An escape of half of a surrogate pair, or what may be one behind a backslash
+HALF_SURROGATE = re.compile(
+    r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))|\\\\u[dD]"
+)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
@@ -273,7 +297,7 @@ def _no_object(value: Any) -> ValueError:
 def _parts_of_list(file: File, content: bytes) -> Iterator[Part]:
     """Yield the parts of a file that begins with a list: of its rows, or of its texts."""
     size = len(content)
-    text, _ = _decode(content)
+    text, is_clean = _decode(content.removeprefix(BOM))
     rows: list[dict | ValueError] = []
     end = 0
     while (start := _skip_whitespace(text, end)) < len(text):
@@ -284,20 +308,25 @@ def _parts_of_list(file: File, content: bytes) -> Iterator[Part]:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
             yield Part(file, size, line, ValueError(reason))
             return
+        if rows:
+            line = 1 + text.count("\n", 0, start)
+            yield Part(file, size, line, ValueError("the list of rows has ended: give one list, or an object a line"))
+            return
         for row in value if isinstance(value, list) else [value]:
             row = {"text": row} if isinstance(row, str) else row
             rows.append(row if isinstance(row, dict) else _no_object(row))
     count = max(1, min(PART_ROWS, PART * len(rows) // size))
     for first in range(0, len(rows), count):
         some = rows[first : first + count]
-        yield Part(file, size * len(some) // len(rows), first, some)
+        yield Part(file, size * len(some) // len(rows), first, some, is_clean)
 
 
 def _select(row: "dict | ValueError", columns: Iterable[str] | None, is_clean: bool) -> "dict | ValueError":
-    """Return these columns of a row, None where it has none. A text that is no Unicode is an error."""
-    if isinstance(row, ValueError):
+    """Return these columns of a row (None: all), None where it has none. A text that is no Unicode is an error, if its
+    column is asked for."""
+    if isinstance(row, ValueError) or columns is None:
         return row
-    chosen = row if columns is None else {name: row.get(name) for name in columns}
+    chosen = {name: row.get(name) for name in columns}
     if not is_clean:
         for name, value in chosen.items():
             if not is_unicode(value):
@@ -481,8 +510,11 @@ def _only_row(table: pa.Table) -> "dict | ValueError":
 
 
 def _holds_structs(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return is_list and pa.types.is_struct(kind.value_type)
+    types = pa.types
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not (is_list or types.is_list_view(kind) or types.is_large_list_view(kind)):
+        return False
+    return types.is_struct(kind.value_type) or _holds_structs(kind.value_type)
 
 
 def _without_nulls(row: dict, structs: list[str]) -> "dict | ValueError":

@@ -71,7 +71,7 @@ def rows_of(parts) -> list:
     return [(str(row.place), row.error or row.values) for row in rows]
 
 
-SPREAD = '{\n "text": "a",\n "n": {\n  "m": 1}\n}\n\n'
+SPREAD = '{\n"text": "a",\n"n": [\n{\n"m": 1}]\n}\n'  # as `indent=0` writes it
 
 
 @pytest.mark.parametrize("part", [1, 7, 40, 4 << 20])
@@ -111,12 +111,12 @@ def test_parts_of_any_size_hold_the_same_rows_and_places(tmp_path, monkeypatch, 
     assert [(place, row["text"]) for place, row in rows_of(parts)] == [
         (f"a, {unit} {line}: train data", text) for line, text in zip(lines, texts, strict=True)
     ]
-    assert len(parts) > 3 or part > 40
+    assert len(parts) > 3 or part > 40 or kind == "spread"  # which has no place to cut it
     if kind in ("jsonl", "spread", "txt"):  # as a URL is read, and a compressed file
         url = File(f"x://{file}", name, "a")
         of_bytes = list(read.parts_of_file(url, None, lambda path: file.open("rb")))
         assert rows_of(of_bytes) == rows_of(parts)
-        assert len(of_bytes) > 3 or part > 40
+        assert len(of_bytes) > 3 or part > 40 or kind == "spread"
 
 
 def test_memory_does_not_hold_a_file_of_lines(tmp_path, monkeypatch):
@@ -173,6 +173,44 @@ def test_line_that_is_no_row_is_named(tmp_path, line):
     file.write_text(json.dumps({"text": "a"}) + "\n" + line)
     with pytest.raises(UsageError, match=rf"a\.jsonl, {BAD_LINES[line]}"):
         seen(tmp_path, ("text",), train_file=[str(file)])
+
+
+BAD_FILES = {
+    b'[{"text": "a", "note": "caf\xe9"}]': "row 0: train data: `note` holds text with half",
+    b'[{"text": "a", "note": "\\ud800"}]': "row 0: train data: `note` holds text with half",
+    b'{"text": "a", "note": "\\\\ud83d\\ude00"}': "line 1: train data: `note` holds text with half",
+    b'["a", "b"]\n["c"]\n': "line 2: train data: the list of rows has ended",
+    '{"text": "a"}'.encode("utf-16"): "it is UTF-16",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+def test_text_that_is_no_unicode_is_refused_where_it_is_read(tmp_path, content):
+    file = tmp_path / "a.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=BAD_FILES[content]):
+        seen(tmp_path, ("note",), train_file=[str(file)])
+
+
+def test_bytes_of_a_column_that_nobody_reads(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a", "note": "caf\xe9"}\n' * 3)
+    assert seen(tmp_path, ("text",), train_file=[str(file)]) == {"text": ["a"] * 3}
+
+
+def test_marks_and_line_breaks_within_a_text_file(tmp_path, monkeypatch):
+    """A mark within a file is text, wherever the file is cut; a line may end with \\r."""
+    file = tmp_path / "a.txt"
+    file.write_bytes("".join(f"\ufeff{i}\r{i}\r\n{i}\n" for i in range(9)).encode())
+    monkeypatch.setattr(read, "PART", 16)
+    monkeypatch.setattr(read, "SAMPLE", 5)
+    parts = list(read.parts_of_file(File(str(file), "text", "a")))
+    texts = [text for i in range(9) for text in (f"\ufeff{i}", f"{i}", f"{i}")]
+    texts[0] = "0"  # after the byte order mark
+    rows = rows_of(parts)
+    assert len(parts) > 3
+    assert [row["text"] for _, row in rows] == texts
+    assert [place for place, _ in rows] == [f"a, line {i}: train data" for i in range(1, 28)]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udc00b"])
@@ -249,8 +287,16 @@ def with_call(**arguments):
 def test_null_below_arguments_of_structs_is_refused(tmp_path):
     """Parquet has all keys in all rows, so it may be written or not; in a .jsonl file it is written."""
     file = tmp_path / "a.parquet"
-    for rows, is_bad in (([with_call(x=1)] * 2, False), ([with_call(x=1), with_call(y=2)], True)):
-        pq.write_table(pa.Table.from_pylist(rows), file)
+    for rows, is_bad, is_fixed in (
+        ([with_call(x=1)] * 2, False, False),
+        ([with_call(x=1), with_call(y=2)], True, False),
+        ([with_call(x=1), with_call(y=2)], True, True),
+    ):
+        table = pa.Table.from_pylist(rows)
+        if is_fixed:  # lists of two structs
+            kind = pa.list_(table.schema.field("messages").type.value_type, 2)
+            table = pa.table({"messages": pa.array([row["messages"] for row in rows], kind)})
+        pq.write_table(table, file)
         if is_bad:
             with pytest.raises(UsageError, match=r"a.parquet, row 0: .*arguments in `messages` has null for y"):
                 seen(tmp_path, ("messages",), train_file=[str(file)])
@@ -259,10 +305,12 @@ def test_null_below_arguments_of_structs_is_refused(tmp_path):
             assert found == {"messages": [row["messages"] for row in rows]}
 
 
-def test_classes_of_another_file_are_refused(tmp_path):
+@pytest.mark.parametrize("first", [["x", "y"], None])
+def test_classes_of_another_file_are_refused(tmp_path, first):
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
-    for file, names in zip(files, (["x", "y"], ["y", "x"]), strict=True):
-        features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=names))
+    for file, names in zip(files, (first, ["y", "x"]), strict=True):
+        kind = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+        features = datasets.Features(text=datasets.Value("string"), label=kind)
         datasets.Dataset.from_dict({"text": ["a"], "label": [0]}, features).to_parquet(file)
     given = list(map(str, files))
     assert seen(tmp_path, ("text",), train_file=given) == {"text": ["a", "a"]}
