@@ -215,11 +215,11 @@ def test_next_update_begins_at_the_one_before(copy, template, tmp_path):
 
 
 def test_files_that_the_copy_deleted_stay_away(delivered, template, capsys):
-    put(delivered, {"engine/startup.py": None, "engine/text/chat.py": None})
+    put(delivered, {"engine/startup.py": None, "engine/text/encode_chat.py": None})
     commit(delivered)
     assert update.update(delivered, str(template), "v1.2.0") == []
     assert not (delivered / "engine/startup.py").exists()
-    assert not (delivered / "engine/text/chat.py").exists()
+    assert not (delivered / "engine/text/encode_chat.py").exists()
     assert "left out: engine/startup.py, tests/gpu/test_new.py\n" in capsys.readouterr().out
 
 
