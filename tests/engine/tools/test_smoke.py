@@ -131,6 +131,7 @@ def test_command_that_does_not_train_is_refused(tmp_path):
     assert "accelerate launch eval.py does not run train.py: give the command that trains" in text[0]
 
 
+@pytest.mark.cluster
 def test_signal_ends_the_test_and_the_command(tiny, tmp_path):
     """The command saves, as after any signal; that is no state to go on with."""
     values = {"max_steps": 10**6, "global_batch_size": 8, "per_device_batch_size": 4, "output_dir": tmp_path / "run"}
@@ -376,10 +377,8 @@ CHANGES = {
 }
 
 
-FAST = ("[*set(map(str, range(50)))][0]",)
-
-
-@pytest.mark.parametrize("change", [c if c in FAST else pytest.param(c, marks=pytest.mark.cluster) for c in CHANGES])
+@pytest.mark.cluster
+@pytest.mark.parametrize("change", CHANGES)
 def test_encode_that_depends_on_its_process_is_named(tiny, tmp_path, change):
     """By this check alone, in a copy of the core with such a task; the sound one is found sound."""
     copy = tmp_path / "copy"
