@@ -190,7 +190,7 @@ SELECTION = [
     "tests/engine/config/test_schema.py",
     *(
         f"tests/project/test_{name}.py"
-        for name in ("manifest", "techniques_page", "addon_rows", "addon_imports", "pages")
+        for name in ("techniques_page", "addon_rows", "addon_imports", "pages")
     ),
     "tests/engine/data/test_batch_plan.py",
 ]

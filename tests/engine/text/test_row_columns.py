@@ -92,6 +92,7 @@ def test_other_parts_and_columns_are_refused(opened, columns, words):
 
 
 def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path):
+    kit.need_task("text_classification")
     (tmp_path / "run.yaml").write_text("task: text_classification\nlabel_column: stars\n")
     with pytest.raises(UsageError) as error:
         parsing.parse(["--config", str(tmp_path / "run.yaml"), "--text_column", "review"], OPTIONS)
