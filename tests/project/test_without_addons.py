@@ -188,10 +188,7 @@ SHORT = kit.flags(max_steps=3, warmup_steps=1, max_length=64, max_eval_examples=
 SELECTION = [
     "tests/project/test_rooms.py",
     "tests/engine/config/test_schema.py",
-    *(
-        f"tests/project/test_{name}.py"
-        for name in ("techniques_page", "addon_rows", "addon_imports", "pages")
-    ),
+    *(f"tests/project/test_{name}.py" for name in ("techniques_page", "addon_rows", "addon_imports", "pages")),
     "tests/engine/data/test_batch_plan.py",
 ]
 SELECTION += ["tests/project/test_readme.py::test_run_files_are_valid_and_begin_with_their_command"]
