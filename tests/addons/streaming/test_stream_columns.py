@@ -12,9 +12,9 @@ from tests.engine.rows.test_read import (
     BAD_LINES,
     CHAT,
     SAME,
-    WITH_CALL,
     Reader,
     both,
+    check_values_of_json,
     jsonl,
     parquet,
     without_nulls,
@@ -40,11 +40,7 @@ def seen(folder, columns, **fields) -> dict[str, list]:
 def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, part):
     """A column may come late, and change its type."""
     monkeypatch.setattr(read, "PART", part)
-    late = {"messages": WITH_CALL, "tools": [{"f": None}], "pad": [1, "x"]}
-    files = jsonl(tmp_path, [{"messages": CHAT, "pad": 1}] * 5 + [late], [{"messages": CHAT, "tools": "[]"}])
-    for fields in both(files):
-        values = seen(tmp_path, ("messages", "tools"), **fields)
-        assert values == {"messages": [CHAT] * 5 + [WITH_CALL, CHAT], "tools": [None] * 5 + [[{"f": None}], "[]"]}
+    check_values_of_json(tmp_path, seen)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

@@ -138,15 +138,20 @@ def test_long_lines_make_small_parts_and_short_ones_have_limited_rows(tmp_path, 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
+def check_values_of_json(folder, seen):
+    """`seen(folder, columns, **fields)` returns the values of the files, of which some come late or change their type."""
+    late = {"messages": WITH_CALL, "tools": [{"f": None}], "pad": [1, "x"]}
+    files = jsonl(folder, [{"messages": CHAT, "pad": 1}] * 5 + [late], [{"messages": CHAT, "tools": "[]"}])
+    for fields in both(files):
+        values = seen(folder, ("messages", "tools"), **fields)
+        assert values == {"messages": [CHAT] * 5 + [WITH_CALL, CHAT], "tools": [None] * 5 + [[{"f": None}], "[]"]}
+
+
 @pytest.mark.parametrize("part", [40, 4 << 20])
 def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, part):
     """Nulls are None, as what a row lacks, numbers are exact, wherever the first row of a kind comes."""
     monkeypatch.setattr(read, "PART", part)
-    late = {"messages": WITH_CALL, "tools": [{"f": None}], "pad": [1, "x"]}
-    files = jsonl(tmp_path, [{"messages": CHAT, "pad": 1}] * 5 + [late], [{"messages": CHAT, "tools": "[]"}])
-    for fields in both(files):
-        values = seen(tmp_path, ("messages", "tools"), **fields)
-        assert values == {"messages": [CHAT] * 5 + [WITH_CALL, CHAT], "tools": [None] * 5 + [[{"f": None}], "[]"]}
+    check_values_of_json(tmp_path, seen)
 
 
 @pytest.mark.parametrize(
