@@ -108,6 +108,7 @@ def test_one_bit_of_a_weight_is_found_by_name(run):
     assert code == 1
     assert f"1 of 112 tensors and numbers, the first is model/{BIAS}" in text
     assert json.loads((run / "audit.json").read_text())["intervals"][0]["differ"] == 1
+    assert "weight_decay: 0.01 → 0.02" in (run / "final" / "README.md").read_text()
 
 
 def test_changed_learning_rate_is_found(run):
@@ -144,9 +145,20 @@ def test_changed_row_and_missing_data_are_named(run, exact):
         code, text = command(run)
         assert (code, str(data) in text) == (2, True)
         moved.write_text(rows)
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            (run / name).unlink()
         assert command(run, "--train_file", moved, segments=1, seed=seed_of(run, 0))[0] == 0
+        assert "no metrics.jsonl and ledger.jsonl" in (run / "final" / "README.md").read_text()
     finally:
         data.write_text(rows)
+
+
+def test_a_missing_line_is_no_number_that_differs():
+    lines = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
+    assert audit._first_difference([lines[0], lines[2]], lines).startswith(
+        "the train line of step 3 is only in the run"
+    )
+    assert "loss 0.5 → 9" in audit._first_difference(lines, [lines[0], lines[1] | {"loss": 9}, lines[2]])
 
 
 def test_other_kernels_are_told_from_a_changed_run(run):
