@@ -14,13 +14,14 @@ if __name__ == "__main__":
 from engine.checkpointing import locate_weights
 from engine.config import parsing, validation
 from engine.config.errors import UsageError
-from engine.data.dataset import check_same_data, prepare_datasets
-from engine.distributed.backends import Backend, make_backend
+from engine.distributed.backends import Backend
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_record import write_evaluation
+from engine.plan.dataset import check_same_data, prepare_datasets
 from engine.process.console import table
 from engine.process.exit_codes import run_main
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.run_record import write_evaluation
 from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig

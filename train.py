@@ -16,14 +16,14 @@ import torch
 
 from engine.checkpointing import checkpointer, resume, run_identity
 from engine.config import parsing, validation
-from engine.data import data_loader, dataset, seeding
-from engine.data.data_loader import StepBatch
-from engine.distributed import backends, replica_check, stop_signals
+from engine.distributed import choose_backend, replica_check, stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.techniques import make_techniques
-from engine.loop.totals_and_votes import StepLosses, StepTotals
-from engine.loop.train_state import Intervals, Run
+from engine.plan import data_loader, dataset, seeding
+from engine.plan.data_loader import StepBatch
 from engine.process.exit_codes import run_main
+from engine.run.techniques import make_techniques
+from engine.run.totals_and_votes import StepLosses, StepTotals
+from engine.run.train_state import Intervals, Run
 from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
@@ -54,7 +54,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
     dataset.check_same_data(datasets)
-    backend = backends.make_backend(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
+    backend = choose_backend.make_backend(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------

@@ -24,10 +24,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 from engine.config import parsing, validation
 from engine.config.run_config import RunConfig
-from engine.data.batch_plan import PlanConfig, training_order
-from engine.data.data_loader import read_batches
-from engine.data.dataset import prepare_datasets
-from engine.data.prepared_split import ROWS
+from engine.plan.batch_plan import PlanConfig, training_order
+from engine.plan.data_loader import read_batches
+from engine.plan.dataset import prepare_datasets
+from engine.rows.prepared_split import ROWS
 from engine.storage import cache_folder
 from engine.task_registry import OPTIONS, make_task
 

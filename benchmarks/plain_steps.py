@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from engine.data.batch_plan import PlanConfig, training_order
-from engine.data.data_loader import BatchReader, group_by_step
+from engine.plan.batch_plan import PlanConfig, training_order
+from engine.plan.data_loader import BatchReader, group_by_step
 
 
 def steps_in_memory(run, task, split, accelerator) -> Iterator[tuple[list[dict], float]]:

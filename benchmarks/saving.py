@@ -42,13 +42,13 @@ from types import SimpleNamespace
 sys.path.insert(0, {repository!r})
 from engine.checkpointing import checkpoint_folder
 from engine.config import parsing
-from engine.data.dataset import prepare_datasets
+from engine.plan.dataset import prepare_datasets
 from engine.distributed.init_accelerator import init_accelerator
-from engine.distributed.backends import make_backend
-from engine.loop.meter import Meter
+from engine.distributed.choose_backend import make_backend
+from engine.run.meter import Meter
 from engine.task_registry import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.run.model_with_loss import ModelWithLoss
 
 def memory(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))

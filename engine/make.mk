@@ -47,7 +47,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke preview find-lr find-batch-size train eval chat predict test test-addons test-fast test-gpu test-cluster lint format report ledger storm same audit fork update schema clean distclean
+.PHONY: help setup data smoke preview find-lr find-batch-size train eval chat predict test test-addons test-fast test-gpu test-cluster lint format map report ledger storm same audit fork update schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -77,7 +77,7 @@ smoke: .venv/done ## try CONFIG in a minute: checks of the task, three steps, an
 	$(VENV)/python -m engine.tools.smoke $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
-	@$(VENV)/python -m engine.data.dataset --config '$(CONFIG)' $(ARGS)
+	@$(VENV)/python -m engine.plan.dataset --config '$(CONFIG)' $(ARGS)
 
 preview: .venv/done ## show the first rows of CONFIG, the tokens that are trained on in color; ARGS='--page preview.html'
 	@$(call need,addons/tools/preview.py) $(VENV)/python -m addons.tools.preview --config '$(CONFIG)' $(ARGS)
@@ -116,6 +116,9 @@ test-gpu: .venv/done ## test what needs a GPU
 
 test-cluster: .venv/done ## test core and add-ons on FSDP2, HSDP, ZeRO, two nodes, launchers, a real Slurm, extra packages, slow runs; skips what is not installed
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
+
+map: .venv/done ## print what each file holds, by its first line
+	@$(VENV)/python -m engine.tools.map
 
 lint: .venv/done ## check style and formatting
 	@failed=0; for tool in 'ruff check .' 'ruff format --check .' 'pyrefly check'; do \

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.config.addons import used_addons
 from engine.config.errors import UsageError
+from engine.config.find_addons import used_addons
 from engine.models import base_model
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Task:
     # For a loss with a schedule: read it in `loss` while `model.training`. It depends on max_steps; an evaluation, and
     # eval.py, must not read it, nor `collate`, whose processes have the value of their start.
     progress: float = 0.0
-    encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/text
+    encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and engine/rows
 
     def __init__(self, cfg: Any, options: Any):
         self.cfg = cfg  # RunConfig of src/fields.py

@@ -4,12 +4,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from engine.config.addons import addon_names
 from engine.config.errors import UsageError, did_you_mean
+from engine.config.find_addons import addon_names
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
+from engine.rows.columns import check_parts
 from engine.task import REQUIRED, Batch, Task
-from engine.text.row_columns import check_parts
 
 __all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]
 

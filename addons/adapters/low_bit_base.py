@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import UsageError, how_to_install
 from engine.config.option import option
 from engine.distributed.init_accelerator import sharding_of_launch
@@ -26,7 +26,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat
 
 
 @dataclass(frozen=True)
-class LowBitBase(AddOn):
+class LowBitBase(Addon):
     load_in_4bit: bool = option(
         "keep the linear layers of the base model of `peft` in 4 bits (QLoRA: NF4, double quantization): an eighth of the "
         "memory of float32",

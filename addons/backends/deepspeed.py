@@ -15,7 +15,7 @@ from engine.config.optimizer_class import BUILT_IN
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef, plain_name
-from engine.loop.memory import moment_bytes
+from engine.run.memory import moment_bytes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from engine.config.errors import UsageError, did_you_mean
-from engine.data.examples import Examples, load_examples
-from engine.data.mixture import Mixture, NumbersByRow
-from engine.data.prepared_split import Split
-from engine.data.sources import Source
+from engine.plan.mixture import Mixture, NumbersByRow
+from engine.rows.examples import Examples, load_examples
+from engine.rows.prepared_split import Split
 from engine.rows.read import Row
+from engine.rows.sources import Source
 from engine.storage import atomic_folder
 from engine.storage.cache_folder import run_once
 from engine.task import Task

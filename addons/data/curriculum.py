@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.option import option
-from engine.data.batch_plan import PlanConfig
-from engine.data.prepared_split import Split
-from engine.data.sources import Source
+from engine.plan.batch_plan import PlanConfig
+from engine.rows.prepared_split import Split
+from engine.rows.sources import Source
 from engine.task import Task
 
 LENGTH = "length"  # as curriculum_column: the tokens of a row
@@ -48,7 +48,7 @@ class EasyToHard:
 
 
 @dataclass(frozen=True)
-class Curriculum(AddOn):
+class Curriculum(Addon):
     curriculum_column: str | None = option(
         "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
         group="data",

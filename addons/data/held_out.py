@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import warn
 from engine.config.option import option
-from engine.data import sources
-from engine.data.prepared_split import MEDIA, Split
-from engine.data.sources import Source
+from engine.rows import sources
+from engine.rows.prepared_split import MEDIA, Split
+from engine.rows.sources import Source
 from engine.task import Task
 
 
@@ -43,7 +43,7 @@ class HeldOutSource(Source):
 
 
 @dataclass(frozen=True)
-class HeldOut(AddOn):
+class HeldOut(Addon):
     validation_split: float | None = option(
         "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
         group="data",

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from addons.data._row_numbers import Column
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.option import option
-from engine.data.batch_plan import PlanConfig
-from engine.data.prepared_split import Split
-from engine.data.row_order import splitmix64
-from engine.data.seeding import derive_seed
-from engine.data.sources import Source
+from engine.plan.batch_plan import PlanConfig
+from engine.plan.row_order import splitmix64
+from engine.plan.seeding import derive_seed
+from engine.rows.prepared_split import Split
+from engine.rows.sources import Source
 from engine.task import Task
 
 
@@ -38,7 +38,7 @@ class WeightedDraws:
 
 
 @dataclass(frozen=True)
-class RowWeights(AddOn):
+class RowWeights(Addon):
     sample_weight_column: str | None = option(
         "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
         group="data",

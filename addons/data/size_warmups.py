@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
 from engine.config.option import option
-from engine.data.batch_plan import PlanConfig, StepSizes
+from engine.plan.batch_plan import PlanConfig, StepSizes
 from engine.task import Task
 
 
@@ -124,7 +124,7 @@ def shorten_row(row: dict, length: int) -> dict:
 
 
 @dataclass(frozen=True)
-class SizeWarmups(AddOn):
+class SizeWarmups(Addon):
     batch_size_warmup_steps: int | None = option(
         "the global batch grows linearly to global_batch_size in this many steps (default: off)",
         group="batch",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
 from engine.config.option import option
 
@@ -16,7 +16,7 @@ BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multipli
 
 
 @dataclass(frozen=True)
-class StochasticDepth(AddOn):
+class StochasticDepth(Addon):
     stochastic_depth: float | None = option(
         "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
         group="model",

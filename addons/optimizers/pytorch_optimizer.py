@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.config.addons import load_addon
+from engine.config.find_addons import load_addon
 from engine.config.optimizer_class import normalized
 from engine.config.run_config import RunConfig
 

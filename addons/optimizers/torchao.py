@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
-from engine.data.seeding import derive_seed, seed_everything
 from engine.distributed.sharded_tensors import gather_full, local_part
+from engine.plan.seeding import derive_seed, seed_everything
 from engine.process import private_apis
 
 NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8")

@@ -9,15 +9,15 @@ from typing import Any
 
 from addons.streaming import sources
 from addons.streaming.stream import Stream
-from engine.config.add_on import AddOn
-from engine.config.addons import fields_of_addons_with
+from engine.config.addon import Addon
+from engine.config.find_addons import fields_of_addons_with
 from engine.config.option import option
-from engine.data.sources import Source
+from engine.rows.sources import Source
 from engine.task import Task
 
 
 @dataclass(frozen=True)
-class Streaming(AddOn):
+class Streaming(Addon):
     streaming: bool = option(
         "read training data during training instead of preparing it first; needs max_steps",
         False,
@@ -37,7 +37,7 @@ class Streaming(AddOn):
             if training:
                 yield "stream_lanes is given without streaming: give both, or neither"
             return
-        for name in fields_of_addons_with(cfg, AddOn.after_preparation):
+        for name in fields_of_addons_with(cfg, Addon.after_preparation):
             yield f"{name} and streaming are both given, but the rows of a stream are not known in advance: remove one of them"
         if not training:
             return

@@ -14,7 +14,9 @@ import pyarrow as pa
 
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
-from engine.data.examples import (
+from engine.plan.row_order import permute
+from engine.plan.seeding import derive_seed
+from engine.rows.examples import (
     Examples,
     FileExamples,
     files_to_read,
@@ -23,10 +25,8 @@ from engine.data.examples import (
     read_errors,
     refuse_references,
 )
-from engine.data.prepare import encode_rows, inspect_columns
-from engine.data.prepared_split import column_readers
-from engine.data.row_order import permute
-from engine.data.seeding import derive_seed
+from engine.rows.prepare import encode_rows, inspect_columns
+from engine.rows.prepared_split import column_readers
 from engine.rows.read import File, Part, Place, Row, make_row, rows_of_table
 from engine.task import Task
 

@@ -16,8 +16,8 @@ import xxhash
 
 from engine.config.errors import UsageError, one_line
 from engine.config.redact import redact_all
-from engine.data import sources
-from engine.data.sources import Source, at_commit
+from engine.rows import sources
+from engine.rows.sources import Source, at_commit
 from engine.storage import http_files, hub
 from engine.storage.cache_folder import cache_root, compute_once
 

@@ -20,12 +20,12 @@ import xxhash
 from addons.streaming.shards import BLOCK, PreparedRow, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
-from engine.data.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
-from engine.data.data_loader import Item, StepBatch, changed_plan, collate, open_loader
-from engine.data.row_order import permute
-from engine.data.seeding import derive_seed
+from engine.plan.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
+from engine.plan.data_loader import Item, StepBatch, changed_plan, collate, open_loader
+from engine.plan.row_order import permute
+from engine.plan.seeding import derive_seed
+from engine.rows.columns import with_columns
 from engine.task import Task
-from engine.text.row_columns import with_columns
 
 if TYPE_CHECKING:
     from engine.distributed.backends import Backend

@@ -21,13 +21,13 @@ from addons.tasks.distillation.token_terms import token_log_probs
 from addons.techniques._batch_loss import BatchLossTask
 from engine.config.errors import UsageError, warn
 from engine.config.option import option
-from engine.data.seeding import seed_everything
-from engine.loop.totals_and_votes import ComputeGradient
+from engine.plan.seeding import seed_everything
+from engine.rows.chat_options import ChatOptions
+from engine.rows.foreign_turns import split_prompt
+from engine.rows.formats import TEXT_PAIRS, as_bool
+from engine.rows.tokenize_and_pack import IGNORED, padded_length
+from engine.run.totals_and_votes import ComputeGradient
 from engine.task import Batch
-from engine.text.chat_options import ChatOptions
-from engine.text.foreign_turns import split_prompt
-from engine.text.row_formats import TEXT_PAIRS, as_bool
-from engine.text.tokenize_and_pack import IGNORED, padded_length
 
 MISMATCHED = "mismatched_"  # begins the names of a mismatched pair
 COLUMNS = {"": ("input_ids", "labels"), MISMATCHED: ("mismatched_ids", "mismatched_labels")}  # of the prepared rows

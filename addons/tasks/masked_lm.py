@@ -21,10 +21,10 @@ from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder, load_tokenizer, vocabulary_size
 from engine.models.model_checks import probing
 from engine.process.private_apis import known_masks
+from engine.rows.encode_rows import Encoder
+from engine.rows.formats import IDS, TEXT
+from engine.rows.tokenize_and_pack import pad_columns, padded_length
 from engine.task import Batch
-from engine.text.encode_rows import Encoder
-from engine.text.row_formats import IDS, TEXT
-from engine.text.tokenize_and_pack import pad_columns, padded_length
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import CrossEntropy
 

@@ -19,10 +19,10 @@ from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import POSITIONS_AFTER_PADDING, load_text_decoder, text_config
 from engine.models.packed_attention import call_on_tokens
+from engine.rows.chat_options import ChatOptions
+from engine.rows.encode_rows import Encoder, make_chat_format
+from engine.rows.tokenize_and_pack import pad_columns, padded_length
 from engine.task import Batch
-from engine.text.chat_options import ChatOptions, make_chat_format
-from engine.text.encode_rows import Encoder
-from engine.text.tokenize_and_pack import pad_columns, padded_length
 from src.losses.cross_entropy import at_least_float32
 
 

@@ -19,9 +19,8 @@ from engine.config.option import option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
-from engine.task import Batch
-from engine.text.labels import Labels, require_columns
-from engine.text.tokenize_and_pack import (
+from engine.rows.labels import Labels, require_columns
+from engine.rows.tokenize_and_pack import (
     IGNORED,
     pad_columns,
     padded_length,
@@ -29,6 +28,7 @@ from engine.text.tokenize_and_pack import (
     tokenize_truncated,
     warn_of_special_tokens,
 )
+from engine.task import Batch
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import ClassCrossEntropy
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from engine.config.add_on import AddOn
-from engine.config.addons import addon_names, load_addon
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
+from engine.config.find_addons import addon_names, load_addon
 from engine.config.option import option
 from engine.config.run_config import RunConfig
-from engine.loop.techniques import Techniques
-from engine.loop.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
-from engine.loop.train_state import Run
+from engine.run.techniques import Techniques
+from engine.run.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.run.train_state import Run
 
 # compute_gradient of train.py without its first arguments
 Compute = Callable[[StepBatch, StepTotals], StepLosses]
 
 
 @dataclass(frozen=True)
-class NamedTechniques(AddOn):
+class NamedTechniques(Addon):
     """The techniques that a run file names."""
 
     techniques: dict | None = option(

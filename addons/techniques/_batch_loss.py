@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.data.batch_plan import MicroBatch
-from engine.data.seeding import seed_everything
 from engine.distributed.backends import Backend
-from engine.loop.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.plan.batch_plan import MicroBatch
+from engine.plan.seeding import seed_everything
+from engine.run.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
 from engine.task_registry import Batch, Task
 from src.training.evaluation import Part
 

@@ -17,9 +17,9 @@ from engine.config.errors import UsageError, did_you_mean, list_errors
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import plain_name, reshard
-from engine.loop.techniques import Techniques
-from engine.loop.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
-from engine.loop.train_state import Run
+from engine.run.techniques import Techniques
+from engine.run.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
+from engine.run.train_state import Run
 
 
 def read_techniques(cfg: Any) -> tuple[dict[str, Technique], list[str]]:

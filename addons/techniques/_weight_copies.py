@@ -7,8 +7,8 @@ import torch
 
 from engine.distributed.running_statistics import persistent_buffers
 from engine.distributed.sharded_tensors import local_part, plain_name
-from engine.loop.train_state import Run
 from engine.process import private_apis
+from engine.run.train_state import Run
 
 Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from addons.techniques import Technique
 from engine.config.option import option
-from engine.data.batch_plan import derive_seed
 from engine.distributed.sharded_tensors import plain_name
+from engine.plan.batch_plan import derive_seed
 
 
 @dataclass(eq=False)

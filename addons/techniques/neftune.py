@@ -8,7 +8,7 @@ from addons.techniques import Compute, Technique
 from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.config.run_config import RunConfig
-from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
+from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

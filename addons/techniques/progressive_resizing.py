@@ -14,8 +14,8 @@ from addons.techniques import Compute, Technique
 from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.config.run_config import RunConfig
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

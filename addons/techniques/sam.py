@@ -11,7 +11,7 @@ import torch
 from addons.techniques import Compute, Technique
 from engine.config.option import option
 from engine.distributed.sharded_tensors import total_norm
-from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
+from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 

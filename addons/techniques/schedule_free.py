@@ -11,7 +11,7 @@ from engine.config.optimizer_class import arguments_of_fields, find_optimizer
 from engine.config.option import option
 from engine.config.run_config import RunConfig
 from engine.distributed.sharded_tensors import reshard
-from engine.loop.totals_and_votes import StepBatch, StepLosses, StepTotals
+from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
 
 
 @dataclass(eq=False)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from engine.checkpointing import locate_weights
 from engine.config import parsing
 from engine.config.errors import UsageError
-from engine.distributed.backends import Backend, make_backend
+from engine.distributed.backends import Backend
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.run.model_with_loss import ModelWithLoss
 from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 

@@ -32,7 +32,7 @@ from engine.checkpointing.tensor_files import TensorReader, weights_sha256
 from engine.config import parsing, validation
 from engine.config.errors import Failure, UsageError, writes_to
 from engine.config.paths import path_of_flag, read_yaml
-from engine.data.dataset import prepare_datasets
+from engine.plan.dataset import prepare_datasets
 from engine.process import console
 from engine.process.exit_codes import STOP_IS_SUCCESS, run_main
 from engine.storage import atomic_folder, jsonl, verify_hashes

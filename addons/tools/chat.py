@@ -17,10 +17,10 @@ import torch
 
 from addons.tools._open_model import OpenModel, most_tokens, open_model
 from engine.config.errors import UsageError
-from engine.data.seeding import seed_everything
 from engine.distributed.init_accelerator import shutdown
-from engine.models.prompts import Prompt
+from engine.plan.seeding import seed_everything
 from engine.process.exit_codes import run_main
+from engine.rows.prompts import Prompt
 
 NEW = "/new"
 MOST_TOKENS = 512  # of an answer, unless a flag says otherwise

@@ -18,13 +18,14 @@ import torch
 from engine.checkpointing.locate_weights import init_weights
 from engine.config import parsing, validation
 from engine.config.errors import UsageError
-from engine.data import dataset
-from engine.data.prepared_split import Split
 from engine.distributed import backends
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from engine.loop.techniques import make_techniques
+from engine.plan import dataset
 from engine.process import exit_codes
 from engine.process.exit_codes import run_main
+from engine.rows.prepared_split import Split
+from engine.run.techniques import make_techniques
 from engine.task_registry import OPTIONS, Task, make_task
 from src.fields import RunConfig
 from src.training import optimizers
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
 def find(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     """Try sizes on all ranks, and print the line for the run file on one."""
     dataset.check_same_data(datasets)
-    backend = backends.make_backend(accelerator, cfg)
+    backend = make_backend(accelerator, cfg)
     train_set = datasets["train"]
     check_searchable(backend, cfg, train_set)
     model = build_model(cfg, backend, task, train_set, init_weights(cfg, task), make_techniques(cfg).change_model)

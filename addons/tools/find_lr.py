@@ -27,9 +27,9 @@ from engine.checkpointing.checkpointer import Checkpointer
 from engine.config import parsing, validation
 from engine.config.errors import Failure, Stopped, UsageError
 from engine.config.option import AS_GIVEN, declared_options, option, read_words
-from engine.data import dataset
 from engine.distributed import stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.plan import dataset
 from engine.process import run_lock
 from engine.process.exit_codes import run_main
 from engine.storage import atomic_folder, jsonl

@@ -20,8 +20,8 @@ import textwrap
 import tomllib
 from pathlib import Path, PurePosixPath
 
-from engine.config.addons import known_addons
 from engine.config.errors import UsageError, did_you_mean
+from engine.config.find_addons import known_addons
 from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
 from engine.process.exit_codes import run_main
 from engine.task_registry import OPTIONS

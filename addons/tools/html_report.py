@@ -19,8 +19,8 @@ import yaml
 from engine.config.errors import UsageError
 from engine.config.paths import path_of_flag
 from engine.config.run_config import RunConfig, best_by
-from engine.models.prompts import prompt_in_words
 from engine.process.exit_codes import run_main
+from engine.rows.prompts import prompt_in_words
 from engine.storage import jsonl
 from engine.storage.atomic_folder import rewrite
 from engine.storage.jsonl import read_json

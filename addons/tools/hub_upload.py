@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import one_line, warn
 from engine.config.option import option
 from engine.config.paths import locate
@@ -25,7 +25,7 @@ WITH_PATHS = ("config.json", "config.yaml", BASE_FILE)  # ends of names of files
 
 
 @dataclass(frozen=True)
-class HubUpload(AddOn):
+class HubUpload(Addon):
     push_to_hub: bool = option(
         "upload the final model to the Hub; a new repository is private",
         False,

@@ -22,12 +22,12 @@ from engine.config.errors import UsageError, may_be_removed, writes_to
 from engine.config.paths import locate, path_of_flag
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import shutdown
-from engine.models.prompts import Prompt, last_answer
 from engine.process.exit_codes import run_main
+from engine.rows.chat_options import CHATS
+from engine.rows.columns import columns_by_name, named_in_errors
+from engine.rows.formats import Ids, Texts
+from engine.rows.prompts import Prompt, last_answer
 from engine.storage.atomic_folder import rewrite
-from engine.text.chat_options import CHATS
-from engine.text.row_columns import columns_by_name, named_in_errors
-from engine.text.row_formats import Ids, Texts
 from src.training.evaluation import generate_answers
 
 KEY = "prediction"
@@ -90,7 +90,7 @@ def empty_reasoning(task: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return ""
     with may_be_removed(CHATS):
-        from engine.text.find_targets import block_before_words
+        from engine.rows.find_targets import block_before_words
     block = block_before_words(tokenizer, task.chat_format.template, task.chat_format.variables)
     return tokenizer.decode(tokenizer(block, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
 

@@ -17,9 +17,9 @@ from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.train_state import Run, TrainState
 from engine.models.base_model import tensors_of_base
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.train_state import Run, TrainState
 from engine.storage import verify_hashes
 
 TENSOR = (torch.Tensor, ShardedTensorRef)

@@ -19,16 +19,16 @@ from engine.checkpointing import checkpoint_folder, files_of_base, model_card, m
 from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from engine.checkpointing.resume import Start
 from engine.checkpointing.tensor_files import Tensors
-from engine.config.addons import used_addons
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
+from engine.config.find_addons import used_addons
 from engine.config.parsing import to_yaml
 from engine.distributed import replica_check
 from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
-from engine.loop.techniques import Techniques
-from engine.loop.train_state import Intervals, Run, check_finite
 from engine.process import console, run_status
 from engine.process.exit_codes import is_exiting
+from engine.run.techniques import Techniques
+from engine.run.train_state import Intervals, Run, check_finite
 from engine.storage import atomic_folder, jsonl
 
 log = logging.getLogger("run")

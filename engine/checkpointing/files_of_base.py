@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
-from engine.loop.train_state import Run
 from engine.models.config_and_tokenizer import config_file, config_value, model_folder
+from engine.run.train_state import Run
 from engine.storage.jsonl import read_json
 
 TOKENIZER = ("tokenizer*", "*.model", "*.spm", "*.tiktoken", "*vocab*", "merges.txt", "tekken.json", "normalizer.json")

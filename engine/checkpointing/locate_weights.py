@@ -13,16 +13,16 @@ from typing import Any
 
 from engine.checkpointing.checkpoint_folder import newest_intact, read_state
 from engine.checkpointing.model_folder import RUN_CONFIG
-from engine.config.add_on import AddOn, overrides
-from engine.config.addons import config_type, used_addons
+from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, warn
+from engine.config.find_addons import config_type, used_addons
 from engine.config.option import Source, declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.run_config import RunConfig
-from engine.data.batch_plan import EQUAL_COUNTS
 from engine.models.base_model import find_base, leaves_out_base, read_base
 from engine.models.config_and_tokenizer import config_file, named_base, refuse_adapter
+from engine.plan.batch_plan import EQUAL_COUNTS
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
@@ -254,7 +254,7 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
     dropped = {"train_file"} if "validation_file" in values else set()
     holding_out = set()  # fields of add-ons that hold rows out
     for addon in config_type({*given, *values}).addons:
-        if overrides(addon, AddOn.find_sources):
+        if overrides(addon, Addon.find_sources):
             holding_out |= {*declared_options(addon)}
     if not holding_out & {*given, *values}:
         dropped.add("dataset_split")  # it names training data

@@ -11,14 +11,14 @@ import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.checkpointing.tensor_files import weights_sha256
-from engine.config.addons import first_answer, used_addons
+from engine.config.find_addons import first_answer, used_addons
 from engine.config.redact import redact_all
-from engine.data.prepared_split import counted_rows
-from engine.loop.train_state import Run
 from engine.models.base_model import BaseModel
+from engine.rows.chat_options import PROMPT
+from engine.rows.prepared_split import counted_rows
+from engine.run.train_state import Run
 from engine.storage import hub
 from engine.storage.jsonl import lines_from_end, read_json
-from engine.text.chat_options import PROMPT
 
 PIPELINES = {  # the end of the name of a model's class -> its pipeline, unless a task has a `pipeline_tag`
     "ForCausalLM": "text-generation",

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
-from engine.config.addons import used_addons
+from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.train_state import Run, TrainState
 from engine.models.generation import name_end_of_turn
 from engine.process import private_apis
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.train_state import Run, TrainState
 from engine.storage import verify_hashes
 
 RUN_CONFIG = "run_config.yaml"  # the configuration of the run, without credentials

@@ -19,9 +19,9 @@ from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
-from engine.loop.train_state import Run, TrainState
 from engine.models.base_model import find_base, read_base
 from engine.process import run_lock, run_status
+from engine.run.train_state import Run, TrainState
 from engine.storage import atomic_folder, jsonl, verify_hashes
 from engine.task_registry import Task
 

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
-from engine.config.addons import config_type, follows_evaluations
 from engine.config.errors import UsageError
+from engine.config.find_addons import config_type, follows_evaluations
 from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
 from engine.config.run_config import RunConfig, changeable_fields
-from engine.data.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
 from engine.models.config_and_tokenizer import config_file, pretrained_source
+from engine.plan.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
 from engine.process.library_errors import keep_tracebacks_in
 from engine.storage import jsonl, verify_hashes
 

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from engine.config.addons import addon_names, load_addon
 from engine.config.errors import UsageError, did_you_mean, how_to_install, pinned_extras
+from engine.config.find_addons import addon_names, load_addon
 from engine.config.run_config import RunConfig
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, get_origin
 
 import yaml
 
-from engine.config.addons import addons_with_fields, config_type, missing_addon, used_addons
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
+from engine.config.find_addons import addons_with_fields, config_type, missing_addon, used_addons
 from engine.config.option import as_list, declared_options, field_types, read_value, read_words
 from engine.config.paths import locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error

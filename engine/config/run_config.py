@@ -11,7 +11,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import ClassVar
 
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
 from engine.config.option import AS_GIVEN, Auto, Column, GroupFields, Recomputation, Source, declared_options, option
 from engine.config.paths import REPOSITORY
@@ -39,8 +39,8 @@ class RunConfig:
 
     The accelerate file says where: processes, devices, mixed precision."""
 
-    # The add-ons with fields that the run file names; engine/config/addons.py adds their fields to this class.
-    addons: ClassVar[tuple[type[AddOn], ...]] = ()
+    # The add-ons with fields that the run file names; engine/config/find_addons.py adds their fields to this class.
+    addons: ClassVar[tuple[type[Addon], ...]] = ()
 
     task: str = option(
         "kind of model: causal_lm, text_classification, … (docs/tasks.md)",

@@ -123,7 +123,7 @@ def _default(value: Any) -> str:
 
 def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
-    from engine.config.addons import addon_names, addons_with_fields, known_addons
+    from engine.config.find_addons import addon_names, addons_with_fields, known_addons
     from engine.config.option import declared_options, json_schema
     from engine.config.run_config import RunConfig, config_class
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.config.add_on import AddOn, overrides
-from engine.config.addons import follows_evaluations, used_addons
+from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, list_errors, warn
+from engine.config.find_addons import follows_evaluations, used_addons
 from engine.config.optimizer_class import optimizer_errors
 from engine.config.paths import plain_name
 from engine.config.redact import was_redacted
@@ -146,7 +146,7 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
     # True: rows of the training data are evaluated.
-    uses_training_data = any(overrides(addon, AddOn.find_sources) for addon in used_addons(cfg))
+    uses_training_data = any(overrides(addon, Addon.find_sources) for addon in used_addons(cfg))
     has_data = cfg.dataset_name or cfg.validation_file or cfg.mixture
     if not has_data and not (cfg.train_file and uses_training_data):
         yield f"no data: give --validation_file or --dataset_name {TRY}"

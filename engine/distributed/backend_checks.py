@@ -4,7 +4,7 @@ Tests: tests/engine/distributed/test_unused_parameters.py, tests/src/training/.
 """
 
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -14,11 +14,8 @@ from engine.distributed.exact_sums import ADDENDS, use_exact_kernels
 from engine.distributed.sharded_tensors import plain_name
 from engine.process import private_apis
 
-if TYPE_CHECKING:
-    from engine.distributed.backends import Backend
 
-
-def check_settings(backend: "Backend", cfg: RunConfig) -> None:
+def check_settings(backend: Any, cfg: RunConfig) -> None:
     """Raise UsageError for settings that this backend does not support."""
     mesh = backend.accelerator.parallelism_config
     if mesh and (mesh.cp_size > 1 or mesh.sp_size > 1):
@@ -34,7 +31,7 @@ def check_settings(backend: "Backend", cfg: RunConfig) -> None:
             )
 
 
-def check_exact(backend: "Backend", cfg: RunConfig) -> None:
+def check_exact(backend: Any, cfg: RunConfig) -> None:
     """Raise UsageError if `exact_sums` cannot hold in this launch."""
     device = backend.accelerator.device.type
     reasons = {
@@ -68,7 +65,7 @@ def check_scaled(is_scaled: bool) -> None:
         )
 
 
-def check_model(backend: "Backend", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_model(backend: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
     parameter without an optimizer."""
     if backend.cfg.exact_sums:

@@ -1,7 +1,6 @@
 """Distributed backends with one interface: one process, DDP and FSDP2; addons/backends/ has others.
 
-Only make_backend asks accelerate which backend a run uses. The class Backend is one process and DDP; fsdp2.py and the
-add-ons override the methods that differ.
+The class Backend is one process and DDP; fsdp2.py and the add-ons override the methods that differ.
 Tests: tests/engine/distributed/ and tests/src/test_step.py.
 """
 
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.config.addons import addon_names, first_answer, load_addon
-from engine.config.errors import UsageError, may_be_removed
+from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
 from engine.distributed.exact_sums import GradientSums, deterministic_or_refused, join_values, split_values
@@ -25,41 +23,6 @@ from engine.process import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-WITHOUT_SHARDS = ("NO", "XLA")  # accelerate's names of launches with a whole model in each process, besides MULTI_…
-
-
-def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> "Backend":
-    """Return the backend of this launch; raise UsageError on every rank for settings that it does not support."""
-    launch = accelerator.distributed_type.value
-    mesh = accelerator.parallelism_config
-    splits_layers = mesh is not None and mesh.tp_size > 1
-    if launch == "FSDP" and not splits_layers:
-        with may_be_removed("FSDP2"):
-            from engine.distributed.fsdp2 import FSDP2 as chosen
-    elif (launch in WITHOUT_SHARDS or launch.startswith("MULTI_")) and not splits_layers:
-        chosen = Backend
-    else:
-        chosen = _backend_of_addon(accelerator)
-    backend = chosen(accelerator, cfg)
-    backend_checks.check_settings(backend, cfg)
-    return backend
-
-
-def _backend_of_addon(accelerator: "Accelerator") -> type["Backend"]:
-    """Return the class of the add-on that runs this launch; raise UsageError if none does."""
-    names = addon_names("backends")
-    chosen = first_answer(load_addon("backends", name).backend_type(accelerator) for name in names)
-    if chosen is None:
-        mesh = accelerator.parallelism_config
-        launch = accelerator.distributed_type.value
-        if mesh:
-            launch += f" with tp_size {mesh.tp_size}"
-        raise UsageError(
-            f"distributed_type is {launch}, which no file of addons/backends/ runs (here: {', '.join(names) or 'none'}): "
-            "restore the one that does, or use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
-        )
-    return chosen
 
 
 class Backend:

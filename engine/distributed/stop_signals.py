@@ -5,7 +5,6 @@ Everything else is looked at between two steps, and between blocks of an evaluat
 decide together. Tests: tests/engine/distributed/test_stop_signals.py.
 """
 
-import ctypes
 import logging
 import os
 import select
@@ -30,10 +29,8 @@ from engine.process.exit_codes import (
     training_begins,
 )
 from engine.process.run_status import EXIT_STOPPED
+from engine.process.worker_processes import SIGNALS
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores the end of the terminal
-    SIGNALS.append(signal.SIGHUP)
 DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 # A signal within this time is a duplicate of the first: a launcher forwards what all its processes have received.
 COPY_SECONDS = 1.0
@@ -180,19 +177,6 @@ def _exit_early(number: signal.Signals) -> NoReturn:
     text = f"Stopped by {_display_name(number)} before training began: there is nothing to save."
     is_silent = failed or os.environ.get("RANK", "0") != "0"
     _exit(EXIT_FAILED if failed else EXIT_STOPPED, "" if is_silent else text)
-
-
-def ignore_signals() -> None:
-    """Ignore signals in a dataloader worker: its rank handles them."""
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_with_parent() -> None:
-    """Kill this process when its parent ends (Linux only), however that ends."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _launcher_has_ended() -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import xxhash
 
-from engine.config.add_on import AddOn, overrides
-from engine.config.addons import used_addons
+from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError
+from engine.config.find_addons import used_addons
 from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
@@ -78,7 +78,7 @@ def read_base(folder: str | Path) -> BaseModel | None:
 
 def leaves_out_base(cfg: RunConfig) -> bool:
     """Return whether an add-on of the run file trains something beside a base model."""
-    return any(overrides(addon, AddOn.names_of_base) for addon in used_addons(cfg))
+    return any(overrides(addon, Addon.names_of_base) for addon in used_addons(cfg))
 
 
 def tensors_of_base(task: Any, model: torch.nn.Module, tensors: dict[str, Any]) -> set[str]:

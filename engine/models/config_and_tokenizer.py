@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config.addons import used_addons
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
+from engine.config.find_addons import used_addons
 from engine.config.paths import locate, plain_name, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models.new_tokens import add_tokens, new_ids, set_vocabulary

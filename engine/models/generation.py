@@ -16,8 +16,8 @@ from engine.config.errors import UsageError, warn
 from engine.config.option import AS_GIVEN, option
 from engine.distributed.sharded_tensors import is_partial
 from engine.models.config_and_tokenizer import position_limit
-from engine.models.prompts import Prompt, Text, end_of_turn, prompts_of_split, read_prompt
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.prompts import Prompt, Text, end_of_turn, prompts_of_split, read_prompt
+from engine.rows.tokenize_and_pack import IGNORED
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel

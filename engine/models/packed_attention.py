@@ -12,7 +12,6 @@ from engine.config.run_config import RunConfig
 from engine.models.model_checks import check_packing_and_choose_kernel
 from engine.models.varlen_attention import document_bounds, takes_lengths, use_in
 from engine.process.private_apis import attention_kernel, known_masks
-from engine.text.tokenize_and_pack import document_lengths, packed_positions
 
 
 class PackedAttention:
@@ -56,3 +55,16 @@ def call_on_tokens(
     is_packed = inputs.get("position_ids") is not None
     with known_masks(packed=is_packed and not by_lengths):
         return model.base_model(**inputs) if headless else model(**inputs)
+
+
+def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
+    """Return the position of each token in its document, for a row padded to `width`. Padding is one more document."""
+    sizes = np.append(documents, width - documents.sum())
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(width) - np.repeat(starts, sizes)
+
+
+def document_lengths(rows: list[np.ndarray], width: int) -> np.ndarray:
+    """Return the lengths of the documents of rows padded to `width`, row after row, (documents,). Padding is one more."""
+    lengths = np.concatenate([np.append(documents, width - documents.sum()) for documents in rows])
+    return lengths[lengths > 0].astype(np.int32)

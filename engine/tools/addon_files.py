@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.config.addons import NAMED_BY, needs_of
+from engine.config.find_addons import NAMED_BY, needs_of
 
 
 def addons_in(folder: Path) -> list[str]:

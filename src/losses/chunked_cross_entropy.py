@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.models.compile_and_recompute import CompiledOnAccelerators
 from engine.models.packed_attention import call_on_tokens
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.tokenize_and_pack import IGNORED
 from src.losses.cross_entropy import PLAIN, CrossEntropy, at_least_float32
 
 # Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from engine.config.errors import UsageError
 from engine.config.option import option
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.tokenize_and_pack import IGNORED
 
 
 @dataclass

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import numpy as np
 
-from engine.config.addons import addon_names, load_addon
 from engine.config.errors import UsageError
+from engine.config.find_addons import addon_names, load_addon
 
 
 def f1(predictions, references) -> float:

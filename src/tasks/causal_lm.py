@@ -28,11 +28,11 @@ from engine.models.generation import AnswerOptions, Generation
 from engine.models.model_checks import has_plain_lm_head
 from engine.models.packed_attention import PackedAttention
 from engine.models.router_loss import RouterLoss
+from engine.rows.chat_options import ChatOptions
+from engine.rows.encode_rows import Encoder, make_chat_format
+from engine.rows.formats import PARTS
+from engine.rows.tokenize_and_pack import IGNORED, padded_length
 from engine.task import Batch
-from engine.text.chat_options import ChatOptions, make_chat_format
-from engine.text.encode_rows import Encoder
-from engine.text.row_formats import PARTS
-from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import positions_of_targets, row_losses, score_tokens, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 from src.losses.metrics import check_metrics, compute_metrics

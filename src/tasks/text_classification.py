@@ -15,9 +15,9 @@ from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_text_encoder
 from engine.models.packed_attention import call_on_tokens
+from engine.rows.labels import Labels, require_columns
+from engine.rows.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 from engine.task import Batch
-from engine.text.labels import Labels, require_columns
-from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 from src.losses import cross_entropy
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.metrics import check_metrics, compute_metrics

@@ -10,7 +10,7 @@ import torch
 
 from engine.distributed.backends import Backend
 from engine.distributed.init_accelerator import num_nodes
-from engine.loop.train_state import Run
+from engine.run.train_state import Run
 from src.fields import RunConfig
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")

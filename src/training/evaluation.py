@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.data.batch_plan import MicroBatch, evaluation_order
-from engine.data.data_loader import read_batches
-from engine.data.seeding import seed_everything
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
-from engine.models.prompts import Prompt
+from engine.plan.batch_plan import MicroBatch, evaluation_order
+from engine.plan.data_loader import read_batches
+from engine.plan.seeding import seed_everything
 from engine.process import console
+from engine.rows.prompts import Prompt
 from engine.task import Batch, Task
 from src.fields import RunConfig
 from src.training.training_model import has_few_shapes

@@ -12,7 +12,7 @@ import torch
 from engine.config.errors import UsageError, did_you_mean, errors_of
 from engine.config.optimizer_class import find_optimizer, optimizer_arguments
 from engine.distributed.sharded_tensors import plain_name
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.run.model_with_loss import ModelWithLoss
 from src.fields import RunConfig
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam)  # these can skip an update on the device

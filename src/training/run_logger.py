@@ -1,17 +1,18 @@
 """RunLogger: the values of train lines and eval lines, and what is printed when a run begins.
 
-Add your own values here. engine/loop/run_record.py writes them to metrics.jsonl, console and trackers.
+Add your own values here. engine/run/run_record.py writes them to metrics.jsonl, console and trackers.
 Tests: tests/src/training/test_run_logger.py.
 """
 
 from collections.abc import Callable
 
 from engine.checkpointing.resume import Start
-from engine.loop.run_record import RunRecord
-from engine.loop.techniques import Techniques
-from engine.loop.totals_and_votes import StepLosses, StepTotals
-from engine.loop.train_state import Intervals, Run
 from engine.models.compile_and_recompute import compiled_graphs
+from engine.plan.batch_plan import epochs_at
+from engine.run.run_record import RunRecord
+from engine.run.techniques import Techniques
+from engine.run.totals_and_votes import StepLosses, StepTotals
+from engine.run.train_state import Intervals, Run
 from src.training.environment import environment, topology
 from src.training.run_plan import plan_table, run_notes
 from src.training.utilization import GpuUse
@@ -44,7 +45,7 @@ class RunLogger:
         state = run.state
         state.finish_update(run.cfg.max_skipped_steps)
         state.logged = state.step
-        values = {"epoch": run.datasets["train"].epoch_at(state.step, run.cfg)}
+        values: dict = {"epoch": epochs_at(run.cfg, run.datasets["train"], state.step)}
         values |= run.meter.line(run.hosts)  # loss, further sums of the task, and speed
         values["learning_rate"] = state.learning_rate
         values["grad_norm"] = state.grad_norm

@@ -6,14 +6,14 @@ Tests: tests/engine/config/test_dry_run.py.
 import inspect
 from collections.abc import Callable
 
-from engine.config.addons import used_addons
-from engine.data.batch_plan import sizes_of_run
-from engine.data.prepared_split import data_notes, describe_rows, format_stats, holds_chats
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_size import size_rows
-from engine.loop.techniques import Techniques, make_techniques
+from engine.config.find_addons import used_addons
 from engine.models.compile_and_recompute import compile_and_recompute
+from engine.plan.batch_plan import sizes_of_run
 from engine.process.console import table
+from engine.rows.prepared_split import data_notes, describe_rows, format_stats, holds_chats
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.run_size import size_rows
+from engine.run.techniques import Techniques, make_techniques
 from engine.task import Task
 from src.fields import RunConfig
 from src.training.optimizers import make_optimizer

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from engine.config.addons import follows_evaluations, schedule_addon
 from engine.config.errors import errors_of
-from engine.data.batch_plan import sizes_of_run
+from engine.config.find_addons import follows_evaluations, schedule_addon
+from engine.plan.batch_plan import sizes_of_run
 from src.fields import RunConfig
 
 

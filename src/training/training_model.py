@@ -10,8 +10,8 @@ import torch
 
 from engine.config.errors import warn
 from engine.distributed.backends import Backend
-from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.compile_and_recompute import compile_and_recompute
+from engine.run.model_with_loss import ModelWithLoss
 from engine.task import Task
 from src.fields import RunConfig
 

@@ -6,7 +6,7 @@ Tests: tests/src/training/test_utilization.py.
 import torch
 from torch import nn
 
-from engine.loop.train_state import Run
+from engine.run.train_state import Run
 
 # Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
 PEAK_TFLOPS = {

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from itertools import islice
 
 from engine.config import parsing
-from engine.config.add_on import AddOn, overrides
-from engine.config.addons import used_addons
+from engine.config.addon import Addon, overrides
 from engine.config.errors import Failure
-from engine.data.dataset import load_task, resolve_sources
-from engine.data.examples import load_examples
-from engine.data.prepare import encode_files, encode_rows, inspect_columns
+from engine.config.find_addons import used_addons
+from engine.plan.dataset import load_task, resolve_sources
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
+from engine.rows.examples import load_examples
+from engine.rows.prepare import encode_files, encode_rows, inspect_columns
 from engine.task_registry import OPTIONS, Task, make_task
 from tests.conformance.smoke_checks import place
 
@@ -68,7 +68,7 @@ def print_hashes(argv: list[str]) -> None:
     with variables_read(task) as declared:
         task.fingerprint()
     hashes = {}
-    streams = any(overrides(each, AddOn.open_source) for each in used_addons(cfg))
+    streams = any(overrides(each, Addon.open_source) for each in used_addons(cfg))
     with variables_read(task) as read:
         for split, sources in resolve_sources(cfg).items():
             for name, source in sources.items():

@@ -27,9 +27,9 @@ LIBRARIES = (
 )
 # What is read on purpose here, or in a function that is called from here, is on the host, or ready.
 ON_PURPOSE = {
-    ("engine/data/data_loader.py", "collate"),  # rows
-    ("engine/loop/totals_and_votes.py", "sum_over_ranks"),  # counts, which were summed on the host
-    ("engine/loop/train_state.py", "was_skipped"),  # the last update: the next gradient is queued already
+    ("engine/plan/data_loader.py", "collate"),  # rows
+    ("engine/run/totals_and_votes.py", "sum_over_ranks"),  # counts, which were summed on the host
+    ("engine/run/train_state.py", "was_skipped"),  # the last update: the next gradient is queued already
 }
 
 

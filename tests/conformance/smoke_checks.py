@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from engine.config.errors import Failure
 from engine.config.paths import REPOSITORY
-from engine.data.seeding import seed_everything
 from engine.distributed.running_statistics import StepBuffers
+from engine.plan.seeding import seed_everything
 from engine.task_registry import Batch, Task
 
 SEEDS = range(1, 9)  # of a random flip of one row, 8 seeds miss 1 in 256

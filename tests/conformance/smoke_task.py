@@ -14,11 +14,11 @@ import torch
 from engine.config import parsing, validation
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
-from engine.data import dataset
-from engine.data.batch_plan import sizes_of_run
 from engine.distributed import stop_signals
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.plan import dataset
+from engine.plan.batch_plan import sizes_of_run
 from engine.process.exit_codes import is_out_of_memory, run_main
 from engine.task_registry import OPTIONS, Task, make_task
 from engine.tools.smoke import STEPS

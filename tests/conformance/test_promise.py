@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train
-from engine.data import seeding
-from engine.loop.totals_and_votes import StepLosses
+from engine.plan import seeding
+from engine.run.totals_and_votes import StepLosses
 from tests.helpers import kit, step_recipe
 
 pytestmark = pytest.mark.conformance

@@ -24,8 +24,8 @@ GOLDEN = Path(__file__).with_name("rows.json")
 FOLDER, KEY, CONTEXT = "GOLDEN_ROWS", "GOLDEN_KEY", 300  # environment variables; characters of a value that are shown
 PATHS = [
     "golden/cases.py",
-    "engine/text",
-    "engine/data",
+    "engine/rows",
+    "engine/plan",
     "addons/data",
     "addons/tasks",
     "addons/streaming",
@@ -35,8 +35,8 @@ STATS, ROWS = "facts.json", "rows.arrow"  # of a prepared split
 SKIPPED = {"blocks", "rows"}  # statistics: how rows were divided for the work, and a hash that depends on it
 MANY = 64  # rows, or groups of rows that follow each other, with a hash of their own
 # (module, name): results and errors are stored if a test calls it
-CALLS = [("engine.text.encode_chat", "encode_chat"), ("engine.text.encode_rows", "Encoder.encode_batch")]
-CALLS += [("engine.data.dataset", "prepare_datasets")]
+CALLS = [("engine.rows.encode_chat", "encode_chat"), ("engine.rows.encode_rows", "Encoder.encode_batch")]
+CALLS += [("engine.plan.dataset", "prepare_datasets")]
 CHANGES = [  # what is another in each run -> its name
     (r"/tmp/pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?[\w\-]+", "TMP"),
     (r"/tmp/tests-hf-\w+", "CACHE"),

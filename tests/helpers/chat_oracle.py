@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.chat_options import ChatFormat
-from engine.text.encode_chat import encode_chat
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.chat_options import ChatFormat
+from engine.rows.encode_chat import encode_chat
+from engine.rows.tokenize_and_pack import IGNORED
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 

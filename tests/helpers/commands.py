@@ -67,7 +67,7 @@ def after_prepare(look) -> None:
     """Call `look(backend, module, optimizer)` in this process after train.py's backend has prepared them."""
     import train
 
-    make = train.backends.make_backend
+    make = train.choose_backend.make_backend
 
     def made(accelerator, cfg):
         backend = make(accelerator, cfg)
@@ -81,7 +81,7 @@ def after_prepare(look) -> None:
         backend.prepare = prepared
         return backend
 
-    train.backends.make_backend = made
+    train.choose_backend.make_backend = made
 
 
 def _train(argv):

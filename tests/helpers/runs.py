@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from engine.data.batch_plan import PlanConfig, hash_ids, plan
-from engine.loop.ledger import hash_text
+from engine.plan.batch_plan import PlanConfig, hash_ids, plan
+from engine.run.ledger import hash_text
 
 
 def last_step(folder) -> int:

@@ -90,7 +90,7 @@ def flags(**fields) -> list[str]:
 def open_data(**fields):
     """Return (task, its prepared splits), opened as train.py opens them."""
     from engine.config import parsing
-    from engine.data import dataset
+    from engine.plan import dataset
     from engine.task_registry import make_task
 
     run, options = parsing.parse(flags(**fields), OPTIONS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.addons import ADDONS, addon_names
+from engine.config.find_addons import ADDONS, addon_names
 from engine.config.paths import REPOSITORY
 
 TESTS = REPOSITORY / "tests" / "addons"

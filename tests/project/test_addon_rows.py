@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.config.addons import ADDONS, addon_names
+from engine.config.find_addons import ADDONS, addon_names
 from tests.helpers import kit
 
 if not ADDONS.exists():

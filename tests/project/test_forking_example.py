@@ -17,7 +17,7 @@ import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
-from engine.data.dataset import prepare_datasets
+from engine.plan.dataset import prepare_datasets
 from engine.task_registry import OPTIONS, make_task
 from tests.conformance import checks, recipes, test_task
 from tests.conformance.test_task import make_flags, open_task

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpointing.tensor_files import weights_sha256
-from engine.config.addons import missing_addon
+from engine.config.find_addons import missing_addon
 from engine.config.paths import SCHEMA_FILE
 from engine.task_registry import OPTIONS
 from tests.conformance import test_task

@@ -124,7 +124,7 @@ def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
     flags = kit.flags(**values, output_dir=tmp_path / "run")
     done = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert "chats: this copy has removed engine/text/choose_template.py: restore it" in done.stderr
+    assert "chats: this copy has removed engine/rows/choose_template.py: restore it" in done.stderr
 
 
 def test_only_missing_files_of_the_engine_count_as_removed():

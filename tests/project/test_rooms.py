@@ -1,18 +1,22 @@
-"""Two houses and their rooms: one-way imports, the map in docs/architecture.md, the tests that documents link to."""
+"""Two houses and their rooms: one-way imports without circles, the wall, the tests that documents link to."""
 
 import ast
 import re
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
 
+from engine.tools.map import first_lines
 from engine.tools.update import FOLDERS
 from tests.helpers import kit
 
 HOUSES = ("engine", "src")
 # Rooms and files of engine/, each of which may import the ones before it.
-ORDER = ["startup", "config", "storage", "process", "rows", "text", "distributed", "models", "task", "task_registry"]
-ORDER += ["data", "loop", "checkpointing", "tools"]
+ORDER = ["startup", "config", "storage", "process", "rows", "distributed", "models", "task", "task_registry"]
+ORDER += ["plan", "run", "checkpointing", "tools"]
+ROOMS_OF_ROWS = {"config", "storage", "process"}
+MOST_NAMES = 20  # that the rest takes of engine/rows/
 # --help, before slow imports, and --schema; the end of a program in which an import fails.
 SIDEWAYS = {("startup", "config"), ("startup", "task_registry"), ("startup", "process")}
 
@@ -52,9 +56,9 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     "file, text, edge",
     [
-        ("engine/config/file.py", "def lazy():\n    from engine.data import dataset\n", ("config", "data")),
-        ("engine/loop/file.py", "import src.training.evaluation\n", ("loop", "src")),
-        ("engine/loop/file.py", "from addons.tools import fork\n", ("loop", "addons")),
+        ("engine/config/file.py", "def lazy():\n    from engine.plan import dataset\n", ("config", "plan")),
+        ("engine/run/file.py", "import src.training.evaluation\n", ("run", "src")),
+        ("engine/run/file.py", "from addons.tools import fork\n", ("run", "addons")),
         ("src/tasks/file.py", "from addons.tasks import seq2seq\n", ("src", "addons")),
     ],
 )
@@ -80,14 +84,91 @@ def test_tests_that_are_updated_import_no_tests_of_a_copy():
     ]
 
 
-def test_the_map_shows_every_file_by_its_first_line():
+# ---- circles, and the wall between rows and the rest -------------------------------------------------------------------
+
+
+def modules(folder: Path) -> dict[str, set[str]]:
+    """Return {module of the engine: what it imports, as modules or names of them, late imports and types, too}."""
+    imported: dict[str, set[str]] = {}
+    for path in sorted((folder / "engine").rglob("*.py")):
+        names = imported.setdefault(".".join(path.relative_to(folder).with_suffix("").parts), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imported
+
+
+def module_of(name: str, known: Container[str]) -> str:
+    """Return the module that an imported name is, or is in."""
+    return name if name in known else name.rpartition(".")[0]
+
+
+def circles(imported: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves by way of others."""
+    edges = {one: {module_of(name, imported) for name in names} for one, names in imported.items()}
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return [module for module in edges if module in reached(module)]
+
+
+def names_of_rows(imported: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return {name of engine/rows/: files of the rest of the engine that take it}."""
+    taken: dict[str, set[str]] = {}
+    for module, names in imported.items():
+        for name in names:
+            if name.startswith("engine.rows") and not module.startswith("engine.rows"):
+                taken.setdefault(name, set()).add(module.replace(".", "/") + ".py")
+    return taken
+
+
+def test_no_module_imports_itself_by_way_of_others(tmp_path):
+    assert circles(modules(kit.REPOSITORY)) == []
+    files = {
+        "a": "def late():\n    from engine.b import c\n",
+        "b": "import engine.d\n",
+        "d": "from engine.a import late\n",
+    }
+    write_engine(tmp_path, files | {"e": "import engine.a\n"})
+    assert circles(modules(tmp_path)) == ["engine.a", "engine.b", "engine.d"]
+
+
+def write_engine(folder: Path, files: dict[str, str]) -> None:
+    """Write modules of an engine."""
+    (folder / "engine").mkdir()
+    for name, text in files.items():
+        (folder / "engine" / f"{name}.py").write_text(text)
+
+
+def test_rows_import_no_torch_and_few_rooms():
+    """No ranks either: these are in engine/distributed."""
+    of_rows = {name for module, names in modules(kit.REPOSITORY).items() if "engine.rows" in module for name in names}
+    assert {name.split(".")[1] for name in of_rows if name.startswith("engine.")} == {*ROOMS_OF_ROWS, "rows"}
+    assert not {name.split(".")[0] for name in of_rows} & {"torch", "accelerate"}
+
+
+def test_names_that_cross_the_wall_stand_on_the_page():
+    taken = names_of_rows(modules(kit.REPOSITORY))
+    assert 10 < len(taken) <= MOST_NAMES
     page = (kit.REPOSITORY / "docs" / "architecture.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", page, re.M))
+    table = re.findall(r"^\| `(engine\.rows\.[\w.]+)` \| (.+) \|$", page, re.M)
+    assert {name: set(re.findall(r"`([\w/]+\.py)`", files)) for name, files in table} == taken
+
+
+def test_the_map_has_a_sentence_for_every_file():
+    lines = first_lines()
     files = [path for house in HOUSES for path in (kit.REPOSITORY / house).rglob("*.py")]
-    assert rows.keys() == {str(path.relative_to(kit.REPOSITORY)) for path in files}
-    for path in files:
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        assert rows[str(path.relative_to(kit.REPOSITORY))] == text.split("\n")[0]
+    assert {str(path.relative_to(kit.REPOSITORY)) for path in files} <= lines.keys()
+    assert lines["engine/rows/read.py"].startswith("Raw rows of files")
 
 
 def misplaced(text: str) -> list[str]:

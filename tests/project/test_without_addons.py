@@ -1,4 +1,4 @@
-"""The core knows no add-on by name, calls the methods of AddOn, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
+"""The core knows no add-on by name, calls the methods of Addon, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
 
 import ast
 import dataclasses
@@ -14,14 +14,14 @@ from types import ModuleType
 
 import pytest
 
-from engine.config.add_on import AddOn
-from engine.config.addons import addon_class, addon_names, addons_with_fields
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
+from engine.config.find_addons import addon_class, addon_names, addons_with_fields
 from engine.config.run_config import RunConfig
 from tests.helpers import kit
 
 # Each lists a folder, and imports the files that a run file names.
-LISTS = {"engine/config/addons.py", "engine/storage/cache_folder.py"}
+LISTS = {"engine/config/find_addons.py", "engine/storage/cache_folder.py"}
 
 
 # ---- no import by name ---------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_mutant_name_of_an_addon_is_caught(mutant):
     assert names_in(f'"""A docstring may explain streaming."""\n{mutant}\n', {"streaming"}) == {"streaming"}
 
 
-# ---- the class AddOn ----------------------------------------------------------------------------------------------------
+# ---- the class Addon ----------------------------------------------------------------------------------------------------
 
 WITH_FIELDS = [
     "adapters/low_bit_base",
@@ -122,7 +122,7 @@ WITH_FIELDS = [
     "data/size_warmups",
 ]
 WITH_FIELDS += ["models/stochastic_depth", "techniques", "tools/hub_upload"]
-PUBLIC = {name for name in vars(AddOn) if not name.startswith("_")}
+PUBLIC = {name for name in vars(Addon) if not name.startswith("_")}
 
 
 def test_every_method_of_addon_is_defined_and_called():
@@ -137,7 +137,7 @@ def test_every_method_of_addon_is_defined_and_called():
 
 
 def test_addon_has_a_docstring_for_each_method():
-    assert [name for name in PUBLIC if callable(getattr(AddOn, name)) and not getattr(AddOn, name).__doc__] == []
+    assert [name for name in PUBLIC if callable(getattr(Addon, name)) and not getattr(Addon, name).__doc__] == []
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,15 @@ def test_misspelled_method_is_refused(name, words, tmp_path):
 def test_two_addons_in_one_file_are_refused(tmp_path):
     module = module_with("errors", tmp_path)
     module.Other = type("Other", (module.Mine,), {"__module__": "mine"})
-    with pytest.raises(UsageError, match="mine: Mine, Other are derived from AddOn"):
+    with pytest.raises(UsageError, match="mine: Mine, Other are derived from Addon"):
         addon_class(module)
 
 
 def module_with(name: str, folder: Path) -> ModuleType:
     """Return a module with an add-on that has the method `name`."""
-    text = "from engine.config.add_on import AddOn\nfrom engine.config.option import option\n"
-    text += "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Mine(AddOn):\n"
-    text += f'    mine: bool = option("", False)\n\n    def {name}(self, cfg, config):\n        "As AddOn."\n'
+    text = "from engine.config.addon import Addon\nfrom engine.config.option import option\n"
+    text += "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Mine(Addon):\n"
+    text += f'    mine: bool = option("", False)\n\n    def {name}(self, cfg, config):\n        "As Addon."\n'
     (folder / "mine.py").write_text(text)
     spec = importlib.util.spec_from_file_location("mine", folder / "mine.py")
     module = importlib.util.module_from_spec(spec)
@@ -175,7 +175,7 @@ def module_with(name: str, folder: Path) -> ModuleType:
 
 
 def test_replacing_methods_of_addon_leave_it_to_the_core():
-    each, cfg = AddOn(), RunConfig()
+    each, cfg = Addon(), RunConfig()
     assert [each.find_sources(cfg, "train"), each.fetch_source(1, cfg), each.open_source(cfg, 1, 1)] == [None] * 3
     assert [each.step_sizes(cfg, 1), each.make_techniques(cfg)] == [None] * 2
     assert (each.change_plan(1, cfg, 1, 1), each.change_rows(1, [], 1)) == (1, [])
@@ -189,7 +189,7 @@ SELECTION = [
     "tests/project/test_rooms.py",
     "tests/engine/config/test_schema.py",
     *(f"tests/project/test_{name}.py" for name in ("techniques_page", "addon_rows", "addon_imports", "pages")),
-    "tests/engine/data/test_batch_plan.py",
+    "tests/engine/plan/test_batch_plan.py",
 ]
 SELECTION += ["tests/project/test_readme.py::test_run_files_are_valid_and_begin_with_their_command"]
 SELECTION += ["tests/project/test_readme.py::test_links_between_documents"]

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from engine.checkpointing.locate_weights import evaluation_args
-from engine.config import addons, parsing, run_config
+from engine.config import find_addons as addons
+from engine.config import parsing, run_config
 from engine.config.errors import UsageError
 from engine.config.show_help import format_help, run_file_schema, show_schema
 from engine.task_registry import OPTIONS

@@ -15,11 +15,11 @@ from accelerate import Accelerator
 
 import train
 from engine.config.run_config import RunConfig
-from engine.data.batch_plan import PlanConfig, plan
-from engine.distributed.backends import make_backend
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.host_group import HostGroup
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.totals_and_votes import StepTotals
+from engine.plan.batch_plan import PlanConfig, plan
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.totals_and_votes import StepTotals
 from src.training.evaluation import evaluate
 from src.training.training_model import choose_kernels
 from tests.conformance.checks import NoWaiting

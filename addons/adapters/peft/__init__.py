@@ -18,7 +18,7 @@ from addons.adapters.peft.merging import check_can_merge, write_adapter_alone, w
 from addons.adapters.peft.options import UNMERGEABLE_TYPES, read_options
 from engine.checkpointing.locate_weights import locate_weights
 from engine.checkpointing.tensor_files import file_name, write_tensors
-from engine.config.add_on import AddOn
+from engine.config.addon import Addon
 from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.config.paths import locate
@@ -35,7 +35,7 @@ NAMES_ELSEWHERE = (  # fields of TRL, axolotl and LLaMA-Factory
 
 
 @dataclass(frozen=True)
-class Peft(AddOn):
+class Peft(Addon):
     peft: dict | None = option(
         "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
         "are those of the package peft (docs/techniques.md)",

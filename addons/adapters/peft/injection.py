@@ -14,8 +14,8 @@ from addons.adapters.peft.files import NAME, adapter_files, load_adapter
 from addons.adapters.peft.options import read_options
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.paths import locate
-from engine.loop.model_with_loss import tied_names
 from engine.models.new_tokens import token_ids
+from engine.run.model_with_loss import tied_names
 
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
 TOKENS = "token_adapter.base_layer"  # where peft keeps a weight of which it trains single rows

@@ -14,11 +14,11 @@ from addons.adapters.peft.files import ADAPTER, NAME, adapter_files, trained_ten
 from addons.adapters.peft.injection import WRAPPED, add_adapter
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import write_index, write_tensors
-from engine.config.addons import first_answer, used_addons
 from engine.config.errors import UsageError
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.config.find_addons import first_answer, used_addons
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
 from engine.models.new_tokens import token_ids
+from engine.run.model_with_loss import ModelWithLoss
 
 MERGED_AT_ONCE = 4 << 30  # bytes of layers that are merged and written together, in one file
 UNLOAD = "unload_and_optionally_merge_module"  # method of peft's wrappers that are no adapters of a single layer

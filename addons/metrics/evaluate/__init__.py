@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config.addons import addon_names
 from engine.config.errors import UsageError, errors_of
+from engine.config.find_addons import addon_names
 from src.losses.metrics import BUILT_IN
 
 SHIPPED = "metrics/evaluate"  # this folder

@@ -12,7 +12,7 @@ from addons.tasks.distillation.frozen_teacher import TaughtTask
 from addons.tasks.distillation.token_terms import distillation_terms
 from engine.config.errors import UsageError
 from engine.config.option import option
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.tokenize_and_pack import IGNORED
 from src.tasks import causal_lm
 
 

@@ -32,10 +32,10 @@ from engine.models.config_and_tokenizer import (
     text_config,
 )
 from engine.models.packed_attention import call_on_tokens
+from engine.rows.labels import require_columns
+from engine.rows.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 from engine.storage.jsonl import read_json
 from engine.task import Batch
-from engine.text.labels import require_columns
-from engine.text.tokenize_and_pack import pad_columns, padded_length, tokenize_columns
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
 RATINGS = ("label", "labels", "score", "similarity", "similarity_score")  # columns that may say that a pair is none

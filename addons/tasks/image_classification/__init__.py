@@ -23,8 +23,8 @@ from engine.config.errors import warn
 from engine.config.option import AS_GIVEN, option
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_config
+from engine.rows.labels import Labels, labels_of_model, require_columns
 from engine.task import Batch
-from engine.text.labels import Labels, labels_of_model, require_columns
 from src.losses.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.losses.cross_entropy import at_least_float32, r_drop_option, r_drop_sums, twice
 from src.losses.metrics import check_metrics, compute_metrics

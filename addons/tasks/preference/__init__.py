@@ -21,9 +21,9 @@ from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.pair_losses import PAIR_LOSSES, SMOOTHED, PairLoss
 from addons.tasks.preference.preference_pairs import PARTS, SIDES, WITHOUT_TARGETS, PairEncoder
 from engine.config.option import option
+from engine.rows.chat_options import ChatOptions
+from engine.rows.tokenize_and_pack import IGNORED, padded_length
 from engine.task import Batch
-from engine.text.chat_options import ChatOptions
-from engine.text.tokenize_and_pack import IGNORED, padded_length
 from src.losses.chunked_cross_entropy import Scored, score_tokens
 
 

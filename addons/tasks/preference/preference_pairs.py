@@ -6,11 +6,11 @@ Tests: tests/addons/tasks/test_preference.py.
 from dataclasses import replace
 
 from engine.config.errors import UsageError, errors_of, warn_once
-from engine.text.encode_rows import Encoder
-from engine.text.foreign_turns import not_trained, read_answer, split_prompt, wrap_tools
-from engine.text.row_columns import warn_of_ignored
-from engine.text.row_formats import MESSAGES, OF_CHATS, TEXT_PAIRS, VARIABLES, with_system
-from engine.text.tokenize_and_pack import IGNORED, require_text
+from engine.rows.columns import warn_of_ignored
+from engine.rows.encode_rows import Encoder
+from engine.rows.foreign_turns import not_trained, read_answer, split_prompt, wrap_tools
+from engine.rows.formats import MESSAGES, OF_CHATS, TEXT_PAIRS, VARIABLES, with_system
+from engine.rows.tokenize_and_pack import IGNORED, require_text
 
 PROMPT = "prompt"
 SYSTEM = "system"  # read beside `conversations`, as in other rows of that format

@@ -24,8 +24,8 @@ from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.models.build_model import build_model, build_plain_model, saved_config
 from engine.models.config_and_tokenizer import load_config
+from engine.rows.labels import labels_of_model, require_columns, set_labels
 from engine.task import Batch
-from engine.text.labels import labels_of_model, require_columns, set_labels
 from src.losses.chunked_cross_entropy import sums_from_logits
 from src.losses.cross_entropy import at_least_float32
 

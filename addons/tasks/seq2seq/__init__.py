@@ -20,15 +20,15 @@ from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from engine.models.generation import GenerationOptions, decode_rows, generate_tokens
 from engine.process.private_apis import known_masks
-from engine.task import Batch
-from engine.text.labels import require_columns
-from engine.text.tokenize_and_pack import (
+from engine.rows.labels import require_columns
+from engine.rows.tokenize_and_pack import (
     IGNORED,
     padded_length,
     require_text,
     tokenize_truncated,
     warn_of_special_tokens,
 )
+from engine.task import Batch
 from src.losses.chunked_cross_entropy import Scored, positions_of_targets, row_losses, sums_from_scored
 from src.losses.cross_entropy import CrossEntropy
 from src.losses.metrics import check_metrics, compute_metrics

@@ -96,7 +96,7 @@ def test_resume_on_another_base_is_refused(run, base, tmp_path):
 
 
 def kit_config(folder):
-    from engine.config.addons import run_config
+    from engine.config.find_addons import run_config
 
     return run_config(cache_dir=str(folder / "cache"))
 

@@ -9,8 +9,8 @@ from addons.adapters import peft as addon
 from addons.adapters.peft import merging
 from engine.checkpointing import model_folder
 from engine.config.errors import UsageError
-from engine.loop.model_with_loss import ModelWithLoss
 from engine.models import base_model
+from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 
 peft = pytest.importorskip("peft")

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from addons.adapters import low_bit_base as addon
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.loop.memory import bytes_of_scales, count_bytes, count_parameters
+from engine.config.find_addons import run_config
 from engine.process import private_apis
+from engine.run.memory import bytes_of_scales, count_bytes, count_parameters
 from tests.helpers import alive, kit, technique_runs
 
 peft = pytest.importorskip("peft")

@@ -12,11 +12,11 @@ from addons.adapters import peft as addon
 from addons.adapters.peft import merging, options
 from engine.checkpointing import model_folder
 from engine.checkpointing.locate_weights import init_weights
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.config.find_addons import run_config
 from engine.models import base_model
 from engine.models.base_model import BaseModel
+from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
 

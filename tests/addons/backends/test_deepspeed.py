@@ -12,7 +12,7 @@ import train
 from addons.backends import deepspeed
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.loop.totals_and_votes import StepTotals
+from engine.run.totals_and_votes import StepTotals
 from tests.engine.distributed import test_unused_parameters as unused
 from tests.helpers import classifier_task, kit, plain_task, routed_model
 from tests.helpers.backend_runs import check_same_run, recipe, where

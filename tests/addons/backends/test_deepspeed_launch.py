@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from addons.backends import deepspeed
-from engine.config import addons
+from engine.config import find_addons as addons
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, backends
-from engine.loop import memory
+from engine.run import memory
 from tests.helpers import kit
 
 

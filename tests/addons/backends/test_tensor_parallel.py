@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 import train
 from engine.distributed import sharded_tensors
 from engine.distributed.host_group import HostGroup
-from engine.loop.totals_and_votes import StepTotals
 from engine.process import private_apis
+from engine.run.totals_and_votes import StepTotals
 from tests.helpers import kit
 from tests.helpers.backend_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 

@@ -10,9 +10,9 @@ import pytest
 from addons.data import held_out
 from addons.data._row_numbers import Column
 from engine.config.errors import UsageError
-from engine.data.prepared_split import repeated
 from engine.rows import read
-from tests.engine.data.test_media import Pictures, opened
+from engine.rows.prepared_split import repeated
+from tests.engine.rows.test_media import Pictures, opened
 from tests.helpers import images, kit
 
 SHARE = 0.2

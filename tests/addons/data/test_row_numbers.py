@@ -15,9 +15,9 @@ from addons.data.curriculum import EasyToHard
 from addons.data.row_weights import WeightedDraws
 from addons.data.size_warmups import Ramp, WarmupSizes
 from engine.config.errors import UsageError
-from engine.data import data_loader
-from engine.data.batch_plan import PlanConfig, StepSizes, plan
-from engine.data.row_order import permute
+from engine.plan import data_loader
+from engine.plan.batch_plan import PlanConfig, StepSizes, plan
+from engine.plan.row_order import permute
 from tests.helpers import kit, technique_runs
 
 ledger = pytest.importorskip("addons.tools.ledger", reason="this fork has no addons/tools/ledger.py")

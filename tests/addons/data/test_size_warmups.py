@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from addons.data.size_warmups import Ramp, WarmupSizes, shorten_row
-from engine.data import data_loader
-from engine.data.batch_plan import PlanConfig, plan, training_order
-from engine.data.row_order import permute
+from engine.plan import data_loader
+from engine.plan.batch_plan import PlanConfig, plan, training_order
+from engine.plan.row_order import permute
 from tests.helpers import kit, technique_runs
 
 ledger = pytest.importorskip("addons.tools.ledger", reason="this fork has no addons/tools/ledger.py")

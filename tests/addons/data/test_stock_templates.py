@@ -9,11 +9,12 @@ import jinja2
 import pytest
 
 from engine.config.errors import UsageError
-from engine.text.chat_options import ChatFormat, ChatOptions, make_chat_format
-from engine.text.encode_chat import encode_chat
-from engine.text.find_targets import DATE, with_fixed_date
-from engine.text.template_families import family_files, family_of
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.chat_options import ChatFormat, ChatOptions
+from engine.rows.encode_chat import encode_chat
+from engine.rows.encode_rows import make_chat_format
+from engine.rows.find_targets import DATE, with_fixed_date
+from engine.rows.template_families import family_files, family_of
+from engine.rows.tokenize_and_pack import IGNORED
 from tests.helpers import chat_oracle as oracle
 from tests.helpers.chat_oracle import CHATML, ROWS, Marks, check_targets, tokenizer_of
 
@@ -80,7 +81,7 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     """Templates that end no turn, or write the date, warn; that is tested in test_chat.py."""
-    monkeypatch.setattr("engine.text.encode_chat.warn_once", lambda message: None)
+    monkeypatch.setattr("engine.rows.encode_chat.warn_once", lambda message: None)
 
 
 def marks_of(stock: str) -> Marks:

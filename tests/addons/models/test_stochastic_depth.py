@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.config import parsing
-from engine.config.addons import used_addons
 from engine.config.errors import UsageError
+from engine.config.find_addons import used_addons
 from engine.models.config_and_tokenizer import load_config
 from engine.task_registry import OPTIONS
 from tests.addons.tasks.images import CONVNEXT, run_fields

@@ -9,7 +9,7 @@ import torch
 from engine.config.errors import UsageError
 from engine.config.optimizer_class import find_optimizer
 from engine.config.run_config import RunConfig
-from engine.loop.memory import optimizer_moments
+from engine.run.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 

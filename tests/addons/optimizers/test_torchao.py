@@ -15,9 +15,9 @@ from engine.config.optimizer_class import find_optimizer
 from engine.config.run_config import RunConfig
 from engine.distributed import optimizer_state
 from engine.distributed.sharded_tensors import gather_full
-from engine.loop.memory import moment_bytes
 from engine.models.build_model import weight_dtype
 from engine.process import private_apis
+from engine.run.memory import moment_bytes
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 from tests.helpers.killing import train_until_killed

@@ -7,9 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from engine.config import addons, run_config
-from engine.config.addons import addon_names
+from engine.config import find_addons as addons
+from engine.config import run_config
 from engine.config.errors import UsageError
+from engine.config.find_addons import addon_names
 from tests.helpers.schedules import rates
 
 

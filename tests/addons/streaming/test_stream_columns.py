@@ -4,9 +4,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.data.dataset import prepare_datasets
+from engine.config.find_addons import run_config
+from engine.plan.dataset import prepare_datasets
 from engine.rows import read
 from tests.engine.rows.test_read import (
     BAD_LINES,

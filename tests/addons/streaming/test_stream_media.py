@@ -5,8 +5,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from engine.data import prepared_split
-from tests.engine.data.test_media import Pictures, opened
+from engine.rows import prepared_split
+from tests.engine.rows.test_media import Pictures, opened
 from tests.helpers import images, kit
 
 STREAM = {"streaming": True, "max_steps": 1}

@@ -10,12 +10,12 @@ import pytest
 from addons.streaming.shards import BLOCK
 from engine.config import parsing, validation
 from engine.config.errors import UsageError
-from engine.data import dataset
-from engine.data.data_loader import train_batches
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
 from engine.distributed.init_accelerator import init_accelerator
-from engine.loop.train_state import TrainState
+from engine.plan import dataset
+from engine.plan.data_loader import train_batches
+from engine.run.train_state import TrainState
 from engine.task_registry import OPTIONS, make_task
 from tests.conformance.recipes import BERT
 from tests.helpers import kit, technique_runs
@@ -241,7 +241,7 @@ def test_changed_local_shard_is_refused(tmp_path):
 @pytest.mark.parametrize("new", ["attention_mask", "labels"])
 def test_column_that_only_a_later_shard_has_is_looked_at(tmp_path, monkeypatch, kind, new):
     """Masked tokens would be trained on."""
-    monkeypatch.setattr("engine.data.examples.FIRST_ROWS", 5)
+    monkeypatch.setattr("engine.rows.examples.FIRST_ROWS", 5)
     files = [tmp_path / f"{i}.{kind}" for i in range(2)]
     for file, more in zip(files, ({}, {new: [[1, 1, 0]] * 9}), strict=True):
         getattr(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9} | more), f"to_{kind}")(file)

@@ -4,7 +4,7 @@ What a recipe does is written in tests/conformance/recipes.py; test_conformance.
 
 import numpy as np
 
-from engine.config.addons import addon_names
+from engine.config.find_addons import addon_names
 from tests.addons.tasks import images
 from tests.conformance.recipes import BERT, SENTENCE, causal_lm, text_classification  # noqa: F401 (tests of add-ons)
 from tests.helpers import kit

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config.addons import addon_names
+from engine.config.find_addons import addon_names
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import (  # noqa: F401 (pytest runs them here, too, with the recipes below)
     make_flags,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from addons.tasks.masked_lm import has_positionwise_head, mask_tokens, masked_count
-from engine.data.seeding import seed_everything
+from engine.plan.seeding import seed_everything
 from tests.addons.tasks import recipes
 from tests.helpers import kit
 

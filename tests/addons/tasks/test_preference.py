@@ -18,11 +18,11 @@ from addons.tasks.preference.preference_pairs import PairEncoder
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
-from engine.data.examples import DatasetExamples
-from engine.data.sources import Source
+from engine.rows.chat_options import ChatFormat
+from engine.rows.encode_rows import Encoder
+from engine.rows.examples import DatasetExamples
+from engine.rows.sources import Source
 from engine.task_registry import OPTIONS
-from engine.text.chat_options import ChatFormat
-from engine.text.encode_rows import Encoder
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags
@@ -575,7 +575,7 @@ def test_sides_of_several_answers_stay_one_pair():
         "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}"
         "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    families = pytest.importorskip("engine.text.template_families", reason="this copy has removed chats")
+    families = pytest.importorskip("engine.rows.template_families", reason="this copy has removed chats")
     tokenizer = pytest.importorskip("tests.helpers.chat_oracle").tokenizer_of(template)
     chosen = ChatFormat(families.family_files()["qwen3"].read_text())  # has a block in each turn
     encoder = Encoder(tokenizer, len(tokenizer), 512, False, True, chat_format=chosen)

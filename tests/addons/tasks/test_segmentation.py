@@ -12,7 +12,7 @@ from addons.tasks import segmentation
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from engine.config.errors import UsageError
-from engine.data.prepare import encode_files
+from engine.rows.prepare import encode_files
 from tests.addons.tasks import images
 from tests.helpers import kit
 

@@ -12,8 +12,8 @@ from addons.techniques.lookahead import Lookahead
 from addons.techniques.swa import SWA
 from engine.distributed.running_statistics import StepBuffers
 from engine.distributed.sharded_tensors import local_part
-from engine.loop.train_state import Run, TrainState
-from tests.engine.loop.test_train_state import not_a_number, poison
+from engine.run.train_state import Run, TrainState
+from tests.engine.run.test_train_state import not_a_number, poison
 from tests.helpers import batch_norm, classifier_task, kit, technique_runs
 
 STEPS = technique_runs.STEPS

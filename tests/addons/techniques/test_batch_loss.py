@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques._batch_loss import BatchLossTask
-from engine.data.batch_plan import PlanConfig, plan
+from engine.plan.batch_plan import PlanConfig, plan
 from engine.process.private_apis import known_masks
 from src.tasks import causal_lm
 from tests.helpers import kit, plain_task

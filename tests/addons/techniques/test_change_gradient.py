@@ -9,7 +9,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, _chain
 from engine.config.run_config import RunConfig
-from engine.loop.train_state import Run, TrainState
+from engine.run.train_state import Run, TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
 from tests.helpers.step_recipe import recipe

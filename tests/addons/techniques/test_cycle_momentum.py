@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from addons.schedules.one_cycle import one_cycle_momentum
 from engine.config.run_config import RunConfig
 from src.training.schedules import make_schedule
-from tests.engine.loop.test_train_state import not_a_number, poison
+from tests.engine.run.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs
 
 # torch: the peak is at update pct_start × total_steps − 1, the end at the last update

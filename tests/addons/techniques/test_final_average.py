@@ -9,8 +9,8 @@ import torch
 
 from addons.techniques import _chain
 from addons.techniques._chain import TechniqueChain
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
+from engine.config.find_addons import run_config
 from engine.process import run_status
 from tests.addons.tasks import recipes
 from tests.engine.checkpointing import recipe

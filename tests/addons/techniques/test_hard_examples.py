@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques import hard_examples
-from engine.data.seeding import seed_everything
+from engine.plan.seeding import seed_everything
 from src.losses import chunked_cross_entropy
 from src.tasks import causal_lm
 from tests.addons.tasks import recipes

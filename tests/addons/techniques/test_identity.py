@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from addons.techniques import TECHNIQUES, NamedTechniques
-from engine.config.addons import run_config
+from engine.config.find_addons import run_config
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig
 from engine.task_registry import OPTIONS

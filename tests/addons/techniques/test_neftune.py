@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import transformers
 
 from addons.techniques.neftune import NEFTune
-from engine.data.batch_plan import PlanConfig, plan
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.plan.batch_plan import PlanConfig, plan
+from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import kit, technique_runs
 
 ALPHA = 5.0

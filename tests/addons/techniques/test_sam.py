@@ -9,7 +9,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
 from engine.distributed.running_statistics import StepBuffers
-from engine.loop.totals_and_votes import StepTotals
+from engine.run.totals_and_votes import StepTotals
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.helpers.step_recipe import recipe

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from addons.techniques.schedule_free import ScheduleFree
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
+from engine.config.find_addons import run_config
 from tests.helpers import kit, technique_runs
 
 

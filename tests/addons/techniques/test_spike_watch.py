@@ -6,7 +6,7 @@ import pytest
 
 import train
 from addons.techniques.spike_watch import SpikeWatch
-from engine.loop.totals_and_votes import StepTotals
+from engine.run.totals_and_votes import StepTotals
 from tests.helpers import technique_runs
 
 SPIKE = 5

@@ -11,8 +11,8 @@ import torch
 from addons.techniques import TECHNIQUES, NamedTechniques, Technique, sam, technique_class
 from addons.techniques._chain import TechniqueChain, exchanged
 from addons.techniques._options import options_of
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
+from engine.config.find_addons import run_config
 from tests.helpers import kit, technique_runs
 
 REQUIRED = {"unfreeze": {"steps": {"*": 2}}}

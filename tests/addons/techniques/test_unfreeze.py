@@ -10,8 +10,8 @@ from addons.techniques import Technique
 from addons.techniques.unfreeze import Unfreeze
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.loop.train_state import Run
-from tests.engine.loop.test_train_state import not_a_number, poison
+from engine.run.train_state import Run
+from tests.engine.run.test_train_state import not_a_number, poison
 from tests.helpers import kit, technique_runs
 
 STEPS = {"*.h.0.*": 4, "*.wpe.*": 3}

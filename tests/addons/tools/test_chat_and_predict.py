@@ -12,7 +12,7 @@ import torch
 
 from addons.tools.predict import empty_reasoning, prompt_of_row
 from engine.config.errors import UsageError
-from engine.models.prompts import last_answer
+from engine.rows.prompts import last_answer
 from tests.helpers import kit
 
 TURNS = [{"role": "user", "content": "one red"}, {"role": "assistant", "content": "cat"}]

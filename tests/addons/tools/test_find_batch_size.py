@@ -6,8 +6,8 @@ import torch
 
 from addons.tools import find_batch_size
 from engine.config.run_config import RunConfig
-from engine.distributed.backends import make_backend
-from engine.loop.model_with_loss import ModelWithLoss
+from engine.distributed.choose_backend import make_backend
+from engine.run.model_with_loss import ModelWithLoss
 from src.tasks import causal_lm
 from tests.helpers import kit
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from addons.tools import fork
-from engine.config import addons
+from engine.config import find_addons as addons
 from engine.config.errors import UsageError
 from engine.tools import addon_files, update
 from tests.helpers import kit

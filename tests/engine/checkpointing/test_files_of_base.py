@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from engine.checkpointing import files_of_base
-from engine.config.addons import run_config
+from engine.config.find_addons import run_config
 from engine.models.config_and_tokenizer import load_tokenizer
 from engine.storage import verify_hashes
 from tests.helpers import kit

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.data import data_loader
+from engine.plan import data_loader
 from tests.engine.checkpointing import recipe
 from tests.helpers.kill_storm import storm
 

@@ -11,7 +11,7 @@ import train
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
 from engine.config.parsing import RunConfig
-from engine.distributed.backends import make_backend
+from engine.distributed.choose_backend import make_backend
 from engine.storage import verify_hashes
 from tests.engine.checkpointing import recipe
 from tests.engine.checkpointing.recipe import DAMAGE
@@ -153,8 +153,8 @@ def _rows_read(argv, replay: bool = False):
     """Train on this rank; return the ids of all rows that were read.
 
     With `replay` as skip_first_batches does: all is read from the start, and thrown away."""
-    from engine.data import data_loader
-    from engine.data.prepared_split import Split
+    from engine.plan import data_loader
+    from engine.rows.prepared_split import Split
 
     read, rows, order = [], Split.rows, data_loader.training_order
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import train
-from engine.data import data_loader, seeding
-from engine.data.row_order import example_ids
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
+from engine.plan import data_loader, seeding
+from engine.plan.row_order import example_ids
 from src.tasks import causal_lm
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
@@ -199,7 +199,7 @@ def test_interrupted_train_lines_are_bitwise_the_same(tiny, tmp_path, monkeypatc
     """Saved at steps 5, 10, …, logged at 7, 14, …: the sums of an unfinished line are part of a checkpoint.
 
     The mutant forgets them: a healthy run, with a wrong line."""
-    from engine.loop.meter import Meter
+    from engine.run.meter import Meter
 
     flags = recipe(tiny, logging_steps=7, save_steps=5)
     straight = kit.run_training(2, tmp_path / "straight", *flags)

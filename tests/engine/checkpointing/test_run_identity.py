@@ -14,7 +14,7 @@ from engine.checkpointing import locate_weights, resume, run_identity
 from engine.config.errors import UsageError
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
-from engine.distributed.backends import make_backend
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import init_accelerator
 from engine.task_registry import OPTIONS
 from src.training.schedules import has_same_rates

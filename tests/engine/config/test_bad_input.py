@@ -1,6 +1,6 @@
 """Whatever a user gets wrong ends with exit code 2, names what is wrong and the fix, and leaves no file behind.
 
-Errors of the command line and the run file itself: test_config.py; of rows and files: tests/engine/data/test_bad_rows.py, too.
+Errors of the command line and the run file itself: test_config.py; of rows and files: tests/engine/rows/test_bad_rows.py, too.
 """
 
 import json

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from engine.config import parsing, paths
-from engine.config.addons import addons_with_fields
 from engine.config.errors import UsageError
+from engine.config.find_addons import addons_with_fields
 from engine.config.option import AS_GIVEN, declared_options, field_types, option, read_value, read_words
 from engine.config.run_config import RunConfig
 from engine.task_registry import OPTIONS

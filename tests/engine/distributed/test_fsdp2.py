@@ -12,9 +12,9 @@ import train
 from engine.distributed.backends import Backend
 from engine.distributed.fsdp2 import FSDP2
 from engine.distributed.host_group import HostGroup
-from engine.loop import model_with_loss
 from engine.models import varlen_attention
 from engine.process.private_apis import attention_kernel
+from engine.run import model_with_loss
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config.run_config import RunConfig
-from engine.distributed.backends import make_backend
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import init_accelerator
 from tests.helpers import kit
 

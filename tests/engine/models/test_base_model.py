@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
+from engine.config.find_addons import run_config
 from engine.models import base_model
 from engine.models.base_model import BaseModel
 from engine.storage import hub

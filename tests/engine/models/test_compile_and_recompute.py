@@ -12,11 +12,11 @@ from transformers import modeling_utils
 import train
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.loop.memory import describe_activations, input_bytes
-from engine.loop.model_with_loss import ModelWithLoss
 from engine.models import compile_and_recompute as compile_and_recompute_module
 from engine.models.compile_and_recompute import compile_and_recompute, recomputing_layers, repeated_layers
 from engine.models.varlen_attention import document_bounds
+from engine.run.memory import describe_activations, input_bytes
+from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import backend_runs, kit
 
 pytestmark = pytest.mark.cluster

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config.errors import UsageError
 from engine.models.generation import Generation, cut_after
-from engine.models.prompts import end_of_turn, last_answer, prompt_in_words, read_prompt
-from engine.text.tokenize_and_pack import IGNORED
+from engine.rows.prompts import end_of_turn, last_answer, prompt_in_words, read_prompt
+from engine.rows.tokenize_and_pack import IGNORED
 from tests.helpers import kit
 
 X = IGNORED

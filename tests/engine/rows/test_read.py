@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import task as base
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.data import prepared_split
-from engine.data.dataset import prepare_datasets
-from engine.rows import read
+from engine.config.find_addons import run_config
+from engine.plan.dataset import prepare_datasets
+from engine.rows import prepared_split, read
 from engine.rows.read import File
 from tests.helpers import kit
 

@@ -12,8 +12,8 @@ CODE = '''"""What the file does."""
 import json
 from functools import partial
 
-from engine.text.encode_chat import encode_chat
-from engine.text.labels import MASK, read_labels as labels_of
+from engine.rows.encode_chat import encode_chat
+from engine.rows.labels import MASK, read_labels as labels_of
 
 LIMIT = 3  # rows
 
@@ -40,12 +40,12 @@ SAME = {
     "blank lines": ("\n\n", "\n\n\n"),
     "layout": ("rows: list, *, key=None", "\n        rows: list,\n        *,\n        key=None,\n    "),
     "quotes": ('f"{json.dumps(row)}: {len(row) + 1:>5}"', "f'{json.dumps(row)}: {len(row) + 1:>5}'"),
-    "import of a moved file": ("engine.text.encode_chat", "addons.other"),
-    "relative import": ("from engine.text.encode_chat", "from ."),
+    "import of a moved file": ("engine.rows.encode_chat", "addons.other"),
+    "relative import": ("from engine.rows.encode_chat", "from ."),
     "order of imports": ("import json\nfrom functools import partial", "from functools import partial\nimport json"),
     "divided import": (
-        "from engine.text.labels import MASK, read_labels as labels_of",
-        "from engine.text.labels import MASK\nfrom src.text.other import read_labels as labels_of",
+        "from engine.rows.labels import MASK, read_labels as labels_of",
+        "from engine.rows.labels import MASK\nfrom src.text.other import read_labels as labels_of",
     ),
 }
 OTHER = {

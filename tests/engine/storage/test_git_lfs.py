@@ -3,9 +3,9 @@
 import pytest
 
 from engine.checkpointing.locate_weights import locate_weights
-from engine.config.addons import run_config
 from engine.config.errors import UsageError
-from engine.data.sources import fetch_source, find_sources
+from engine.config.find_addons import run_config
+from engine.rows.sources import fetch_source, find_sources
 from engine.storage import http_files
 from engine.storage import hub as hub_module
 from engine.storage.hub import model_folder

@@ -19,7 +19,7 @@ ADDONS_PAGE = """| add-on | what | cost | tests |
 | `tools/other` | x | x | `tests/addons/tools/test_other.py` |
 | `schedules/far` | x | x | `tests/addons/schedules/test_far.py` |
 """
-MERGED, CLASHING, GONE = "engine/loop/meter.py", "engine/models/router_loss.py", "engine/storage/gone.py"
+MERGED, CLASHING, GONE = "engine/run/meter.py", "engine/models/router_loss.py", "engine/storage/gone.py"
 EDITED_AND_GONE, BINARY = "engine/storage/gone_too.py", "engine/picture.bin"
 NEW_OF_KEPT = ["addons/tools/_shared.py", "addons/schedules/near.py", "tests/addons/tools/test_more.py"]
 
@@ -83,7 +83,7 @@ def template(tmp_path_factory) -> Path:
     new |= {"addons/schedules/far.py": "# new\n", "tests/addons/schedules/test_far.py": ""}
     new |= {"addons/tools/kept.py": "# Needs addons/tools/_shared.py and addons/schedules/near.py\n"}
     new |= dict.fromkeys(NEW_OF_KEPT, "# new\n") | {"addons/tools/newest.py": "", "tests/gpu/test_new.py": ""}
-    new |= {GONE: None, EDITED_AND_GONE: None, "engine/loop/fresh.py": '"""Fresh."""\n', "engine/run_me.sh": ""}
+    new |= {GONE: None, EDITED_AND_GONE: None, "engine/run/fresh.py": '"""Fresh."""\n', "engine/run_me.sh": ""}
     new |= {"engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
     put(folder, new)
     (folder / "engine/run_me.sh").chmod(0o755)
@@ -163,7 +163,7 @@ def test_engine_is_new_and_own_files_stay_to_the_byte(copy, template, capsys):
 
     assert (copy / "engine/VERSION").read_text() == "1.2.0\n"
     assert (copy / update.RECORD).read_text() == git(template, "rev-parse", "v1.2.0")
-    for name in ("engine/startup.py", "addons/tools/kept.py", "engine/loop/fresh.py", BINARY):
+    for name in ("engine/startup.py", "addons/tools/kept.py", "engine/run/fresh.py", BINARY):
         assert (copy / name).read_bytes() == (template / name).read_bytes(), name
     assert (copy / "engine/run_me.sh").stat().st_mode & 0o111
     assert not (copy / GONE).exists()
@@ -215,11 +215,11 @@ def test_next_update_begins_at_the_one_before(copy, template, tmp_path):
 
 
 def test_files_that_the_copy_deleted_stay_away(delivered, template, capsys):
-    put(delivered, {"engine/startup.py": None, "engine/text/encode_chat.py": None})
+    put(delivered, {"engine/startup.py": None, "engine/rows/encode_chat.py": None})
     commit(delivered)
     assert update.update(delivered, str(template), "v1.2.0") == []
     assert not (delivered / "engine/startup.py").exists()
-    assert not (delivered / "engine/text/encode_chat.py").exists()
+    assert not (delivered / "engine/rows/encode_chat.py").exists()
     assert "left out: engine/startup.py, tests/gpu/test_new.py\n" in capsys.readouterr().out
 
 
@@ -234,16 +234,14 @@ def test_new_files_of_kept_addons_come(delivered, template):
 
 def test_names_that_are_gone_are_named(delivered, template):
     """Imported, as an attribute of a module, and in a module that is gone; not what was missing before."""
-    mine = (
-        "from engine.storage import gone\nfrom engine.storage.gone import OLD as NEW\nimport engine.loop.meter as m\n"
-    )
+    mine = "from engine.storage import gone\nfrom engine.storage.gone import OLD as NEW\nimport engine.run.meter as m\n"
     mine += (
         "from engine.config.errors import UsageError, nothing\nprint(gone.OLD, m.Meter, m.is_lost, UsageError.args)\n"
     )
-    put(delivered, {"src/mine.py": mine, "engine/loop/meter.py": (delivered / MERGED).read_text() + "\nis_lost = 1\n"})
+    put(delivered, {"src/mine.py": mine, "engine/run/meter.py": (delivered / MERGED).read_text() + "\nis_lost = 1\n"})
     put(delivered, {"tests/src/broken.py": "def (\n"})
     commit(delivered)
-    put(delivered, {"engine/loop/meter.py": git(delivered, "show", f"HEAD~:{MERGED}")})
+    put(delivered, {"engine/run/meter.py": git(delivered, "show", f"HEAD~:{MERGED}")})
     commit(delivered)
     names = ["engine.storage.gone", "engine.storage.gone.OLD"]
     sentences = update.update(delivered, str(template), "v1.2.0")
@@ -266,15 +264,15 @@ def test_pins_that_a_copy_changed_or_removed_stay_so(tmp_path):
 
 
 def test_binary_and_added_files_are_conflicts_as_of_git(delivered, template):
-    put(delivered, {"engine/loop/fresh.py": "MINE = 1\n", BINARY: b"\0\r\n3"})
+    put(delivered, {"engine/run/fresh.py": "MINE = 1\n", BINARY: b"\0\r\n3"})
     commit(delivered)
     added, binary = sorted(update.update(delivered, str(template), "v1.2.0"))
-    assert added.startswith("engine/loop/fresh.py: ")
+    assert added.startswith("engine/run/fresh.py: ")
     assert binary.startswith(f"{BINARY}: ")
     assert (delivered / BINARY).read_bytes() == b"\0\r\n3"
     git(delivered, "checkout", "-q", "--theirs", BINARY)
     assert (delivered / BINARY).read_bytes() == b"\0\r\n2"
-    assert "<<<<<<< ours\nMINE = 1\n" in (delivered / "engine/loop/fresh.py").read_text()
+    assert "<<<<<<< ours\nMINE = 1\n" in (delivered / "engine/run/fresh.py").read_text()
     check_refused(delivered, "uncommitted changes", str(template))
 
 
@@ -323,14 +321,14 @@ def test_copy_of_a_copy_updates_from_both(delivered, template, tmp_path):
     git(child, "reset", "-q", "--hard")
 
     update.update(delivered, str(template), "v1.2.0")
-    put(delivered, {"engine/loop/fresh.py": "PARENT = 1\n"})
+    put(delivered, {"engine/run/fresh.py": "PARENT = 1\n"})
     parent = commit(delivered)
     assert update.update(child, str(delivered)) == []
-    assert (child / "engine/loop/fresh.py").read_text() == "PARENT = 1\n"
+    assert (child / "engine/run/fresh.py").read_text() == "PARENT = 1\n"
     assert (child / update.RECORD).read_text() == f"{parent} {git(template, 'rev-parse', 'v1.2.0')}"
     commit(child)
     assert update.update(child, str(template)) == []
-    assert (child / "engine/loop/fresh.py").read_text() == "PARENT = 1\n"
+    assert (child / "engine/run/fresh.py").read_text() == "PARENT = 1\n"
 
 
 @pytest.mark.parametrize("is_old", [True, False])
@@ -391,7 +389,7 @@ def test_older_version_is_refused(delivered, template):
 
 def test_what_git_cannot_apply_is_taken_back(copy, template):
     """A folder of the copy where FROM has a file: git has written others by then."""
-    put(copy, {"engine/loop/fresh.py/mine.txt": "mine\n"})
+    put(copy, {"engine/run/fresh.py/mine.txt": "mine\n"})
     commit(copy)
     before = git(copy, "ls-files", "--stage")
     check_refused(copy, "all files are as they were", str(template))

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.text.labels import Labels
+from engine.rows.labels import Labels
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 

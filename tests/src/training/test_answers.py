@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from engine.config.run_config import RunConfig
-from engine.data import batch_plan
-from engine.distributed import backends
+from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import init_accelerator
 from engine.distributed.stop_signals import StopSignals
-from engine.loop.model_with_loss import ModelWithLoss
 from engine.models.generation import Generation
-from engine.models.prompts import Prompt
+from engine.plan import batch_plan
+from engine.rows.prompts import Prompt
+from engine.run.model_with_loss import ModelWithLoss
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
@@ -262,7 +262,7 @@ def test_stop_request_ends_generation_between_micro_batches(trained, recipe):
     fields = {name: recipe[name] for name in ("validation_file", "train_file", "cache_dir")}
     task, splits = kit.open_data(model_name_or_path=trained.folder / "final", predict_with_generate=True, **fields)
     cfg = RunConfig(output_dir=str(trained.folder), per_device_eval_batch_size=5)
-    backend = backends.make_backend(init_accelerator(cfg), cfg)
+    backend = make_backend(init_accelerator(cfg), cfg)
     module = ModelWithLoss(task.build(), task)
     answered = []
     answer = task.answer

@@ -11,7 +11,7 @@ import torch
 import eval as evaluation
 from engine.config.run_config import RunConfig
 from engine.distributed.init_accelerator import init_accelerator
-from engine.loop import model_with_loss
+from engine.run import model_with_loss
 from engine.task import Batch
 from src.tasks import causal_lm
 from src.training import evaluation as results

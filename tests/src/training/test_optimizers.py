@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.config import addons, optimizer_class
+from engine.config import find_addons as addons
+from engine.config import optimizer_class
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import backends, optimizer_state
 from engine.distributed.backend_checks import check_model
-from engine.loop.memory import optimizer_moments
+from engine.run.memory import optimizer_moments
 from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 

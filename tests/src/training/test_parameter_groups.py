@@ -9,8 +9,8 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.loop.model_with_loss import ModelWithLoss
-from engine.loop.run_size import describe_groups
+from engine.run.model_with_loss import ModelWithLoss
+from engine.run.run_size import describe_groups
 from src.training.optimizers import layer_depths, make_optimizer
 from tests.helpers import kit, technique_runs
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.config.addons import addon_names
 from engine.config.errors import UsageError
+from engine.config.find_addons import addon_names
 from engine.config.run_config import SCHEDULES, RunConfig
 from src.training.schedules import make_schedule
 from tests.helpers.schedules import rates
