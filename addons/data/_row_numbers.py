@@ -18,8 +18,8 @@ import xxhash
 from engine.config.errors import UsageError, did_you_mean
 from engine.plan.mixture import Mixture, NumbersByRow
 from engine.rows.examples import Examples, load_examples
+from engine.rows.file_parts import Row
 from engine.rows.prepared_split import Split
-from engine.rows.read import Row
 from engine.rows.sources import Source
 from engine.storage import atomic_folder
 from engine.storage.cache_folder import run_once

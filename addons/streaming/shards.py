@@ -25,9 +25,10 @@ from engine.rows.examples import (
     read_errors,
     refuse_references,
 )
+from engine.rows.file_parts import File, Part, Place, Row, make_row
 from engine.rows.prepare import encode_rows, inspect_columns
 from engine.rows.prepared_split import column_readers
-from engine.rows.read import File, Part, Place, Row, make_row, rows_of_table
+from engine.rows.read_tables import rows_of_table
 from engine.task import Task
 
 if TYPE_CHECKING:

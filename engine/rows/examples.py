@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from engine.config.errors import DISK_FULL, UsageError, one_line
 from engine.config.run_config import RunConfig
-from engine.rows import read
+from engine.rows import file_parts, read, read_tables
 from engine.rows.columns import check_columns, columns_by_name
+from engine.rows.file_parts import File, Part, Place, Row
 from engine.rows.prepared_split import MEDIA
-from engine.rows.read import File, Part, Place, Row
 from engine.rows.sources import Source, named_files, warn_of_unread_media
 from engine.storage.cache_folder import cache_root
 
@@ -142,7 +142,7 @@ class Examples:
         rows = list(islice(rows, FIRST_ROWS))
         good = [row.values for row in rows if not row.error]
         if rows and not good:
-            raise read.bad_rows_error(f"{rows[0].place}: {rows[0].error}", len(rows), len(rows))
+            raise file_parts.bad_rows_error(f"{rows[0].place}: {rows[0].error}", len(rows), len(rows))
         return good
 
     # ---- all rows ----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Examples:
         """Yield the parts that are encoded together: many small ones make one block. They depend on the data alone."""
         block: list[Part] = []
         for part in self.parts(self._columns_of(names)):
-            if block and sum(each.size for each in block) + part.size > read.PART:
+            if block and sum(each.size for each in block) + part.size > file_parts.PART:
                 yield tuple(block)
                 block = []
             block.append(part)
@@ -231,7 +231,7 @@ class FileExamples(Examples):
     @cached_property
     def _schema(self) -> pa.Schema | None:
         with read_errors(self.source, [self.files[0].name]):
-            return read.schema_of_file(self.files[0], self.source.open_file)
+            return read_tables.schema_of_file(self.files[0], self.source.open_file)
 
     @cached_property
     def raw_names(self) -> list[str]:
@@ -277,7 +277,7 @@ class FileExamples(Examples):
         if file is self.files[0] or self._schema is None:
             return
         names = {name: getattr(self.raw_features.get(name), "names", None) for name in columns or ()}
-        features = _features_of_schema(read.schema_of_file(file, self.source.open_file))
+        features = _features_of_schema(read_tables.schema_of_file(file, self.source.open_file))
         for name, classes in names.items():
             others = getattr(features.get(name), "names", None)
             if others != classes:
@@ -292,7 +292,7 @@ class FileExamples(Examples):
             return read.read_part(part, columns, self.data)
 
     def size(self) -> int | None:
-        if any("://" in file.path or read.is_compressed(file) for file in self.files):
+        if any("://" in file.path or file_parts.is_compressed(file) for file in self.files):
             return None
         return sum(os.path.getsize(file.path) for file in self.files)
 
@@ -331,7 +331,7 @@ class DatasetExamples(Examples):
         has_media = any(type(feature).__name__ in MEDIA for feature in rows.features.values())
         count = len(rows)
         size = max(rows.data.nbytes, count * MEDIA_FILE if has_media else 0)
-        step = max(1, min(read.PART_ROWS, read.PART * count // max(1, size)))
+        step = max(1, min(file_parts.PART_ROWS, file_parts.PART * count // max(1, size)))
         for first in range(0, count, step):
             stop = min(first + step, count)
             yield Part(self.file, size * (stop - first) // count, first, range(first, stop))
@@ -339,8 +339,8 @@ class DatasetExamples(Examples):
     def read_part(self, part: Part, columns: Sequence[str] | None = None) -> list[Row]:
         table: pa.Table = self._select(columns)[part.content.start : part.content.stop]
         place = Place(f"{self.source.split} data", self.file.name, "row", 0)
-        values = read.rows_of_table(table, columns)
-        return [read.make_row(place._replace(number=part.first + i), row) for i, row in enumerate(values)]
+        values = read_tables.rows_of_table(table, columns)
+        return [file_parts.make_row(place._replace(number=part.first + i), row) for i, row in enumerate(values)]
 
     def _select(self, columns: Sequence[str] | None) -> "Dataset":
         """Return the rows with those of these columns that are there; with any one if none is, for their number."""

@@ -30,8 +30,8 @@ from engine.process import console
 from engine.process.worker_processes import in_processes
 from engine.rows.columns import named_in_errors, with_columns
 from engine.rows.examples import Block, Examples, load_examples
+from engine.rows.file_parts import Row, bad_rows_error
 from engine.rows.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers
-from engine.rows.read import Row, bad_rows_error
 from engine.rows.sources import Source
 from engine.storage import atomic_folder, verify_hashes
 from engine.storage.cache_folder import cache_root, run_once

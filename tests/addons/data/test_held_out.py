@@ -10,7 +10,7 @@ import pytest
 from addons.data import held_out
 from addons.data._row_numbers import Column
 from engine.config.errors import UsageError
-from engine.rows import read
+from engine.rows import file_parts
 from engine.rows.prepared_split import repeated
 from tests.engine.rows.test_media import Pictures, opened
 from tests.helpers import images, kit
@@ -30,7 +30,7 @@ def fields(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Many pieces of several blocks each."""
-    monkeypatch.setattr(read, "PART", 300)
+    monkeypatch.setattr(file_parts, "PART", 300)
 
 
 def write(folder, rows, files=1, suffix="jsonl"):

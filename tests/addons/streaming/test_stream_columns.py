@@ -7,7 +7,7 @@ import pytest
 from engine.config.errors import UsageError
 from engine.config.find_addons import run_config
 from engine.plan.dataset import prepare_datasets
-from engine.rows import read
+from engine.rows import file_parts
 from tests.engine.rows.test_read import (
     BAD_LINES,
     CHAT,
@@ -39,7 +39,7 @@ def seen(folder, columns, **fields) -> dict[str, list]:
 @pytest.mark.parametrize("part", [40, 4 << 20])
 def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, part):
     """A column may come late, and change its type."""
-    monkeypatch.setattr(read, "PART", part)
+    monkeypatch.setattr(file_parts, "PART", part)
     check_values_of_json(tmp_path, seen)
 
 

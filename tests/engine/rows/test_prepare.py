@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config.errors import UsageError, said
 from engine.plan import dataset
-from engine.rows import prepare, read
+from engine.rows import file_parts, prepare
 from engine.rows.prepared_split import data_notes, format_stats
 from engine.run import run_record
 from engine.storage import cache_folder
@@ -50,7 +50,7 @@ def fields(tools, rows):
 @pytest.fixture
 def small(monkeypatch):
     """Many blocks; children inherit it."""
-    monkeypatch.setattr(read, "PART", 1500)
+    monkeypatch.setattr(file_parts, "PART", 1500)
 
 
 def opened(fields: dict, cache: Path) -> None:
@@ -81,7 +81,7 @@ def test_bytes_do_not_depend_on_processes(fields, tmp_path, small):
 def test_mutant_with_blocks_by_process(fields, tmp_path, small, monkeypatch):
     caches = []
     for processes in (1, 2):
-        monkeypatch.setattr(read, "PART", 1500 * processes)
+        monkeypatch.setattr(file_parts, "PART", 1500 * processes)
         caches.append(tmp_path / f"{processes}")
         opened(fields, caches[-1])
     assert digest(caches[0]) != digest(caches[1])

@@ -14,8 +14,8 @@ from engine import task as base
 from engine.config.errors import UsageError
 from engine.config.find_addons import run_config
 from engine.plan.dataset import prepare_datasets
-from engine.rows import prepared_split, read
-from engine.rows.read import File
+from engine.rows import file_parts, prepared_split, read
+from engine.rows.file_parts import File
 from tests.helpers import kit
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -104,8 +104,8 @@ def test_parts_of_any_size_hold_the_same_rows_and_places(tmp_path, monkeypatch, 
         else:
             with pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=7)
-    monkeypatch.setattr(read, "PART", part)
-    monkeypatch.setattr(read, "SAMPLE", 5)
+    monkeypatch.setattr(file_parts, "PART", part)
+    monkeypatch.setattr(file_parts, "SAMPLE", 5)
     parts = list(read.parts_of_file(File(str(file), name, "a")))
     assert [(place, row["text"]) for place, row in rows_of(parts)] == [
         (f"a, {unit} {line}: train data", text) for line, text in zip(lines, texts, strict=True)
@@ -120,7 +120,7 @@ def test_parts_of_any_size_hold_the_same_rows_and_places(tmp_path, monkeypatch, 
 
 def test_memory_does_not_hold_a_file_of_lines(tmp_path, monkeypatch):
     """A part names the bytes of its lines, and the process that encodes them reads them."""
-    monkeypatch.setattr(read, "PART", 1000)
+    monkeypatch.setattr(file_parts, "PART", 1000)
     file = kit.write_jsonl(tmp_path / "a.jsonl", [{"text": "a" * 90}] * 1000)
     parts = list(read.parts_of_file(File(str(file), "json", "a")))
     assert len(parts) > 50
@@ -128,7 +128,7 @@ def test_memory_does_not_hold_a_file_of_lines(tmp_path, monkeypatch):
 
 
 def test_long_lines_make_small_parts_and_short_ones_have_limited_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "PART_ROWS", 10)
+    monkeypatch.setattr(file_parts, "PART_ROWS", 10)
     file = kit.write_jsonl(tmp_path / "a.jsonl", [{"n": 1}] * 100)
     parts = list(read.parts_of_file(File(str(file), "json", "a")))
     assert max(len(rows_of([part])) for part in parts) <= 11
@@ -149,7 +149,7 @@ def check_values_of_json(folder, seen):
 @pytest.mark.parametrize("part", [40, 4 << 20])
 def test_values_of_json_are_those_of_the_file(tmp_path, monkeypatch, part):
     """Nulls are None, as what a row lacks, numbers are exact, wherever the first row of a kind comes."""
-    monkeypatch.setattr(read, "PART", part)
+    monkeypatch.setattr(file_parts, "PART", part)
     check_values_of_json(tmp_path, seen)
 
 
@@ -206,8 +206,8 @@ def test_marks_and_line_breaks_within_a_text_file(tmp_path, monkeypatch):
     """A mark within a file is text, wherever the file is cut; a line may end with \\r."""
     file = tmp_path / "a.txt"
     file.write_bytes("".join(f"\ufeff{i}\r{i}\r\n{i}\n" for i in range(9)).encode())
-    monkeypatch.setattr(read, "PART", 16)
-    monkeypatch.setattr(read, "SAMPLE", 5)
+    monkeypatch.setattr(file_parts, "PART", 16)
+    monkeypatch.setattr(file_parts, "SAMPLE", 5)
     parts = list(read.parts_of_file(File(str(file), "text", "a")))
     texts = [text for i in range(9) for text in (f"\ufeff{i}", f"{i}", f"{i}")]
     texts[0] = "0"  # after the byte order mark
