@@ -7,12 +7,11 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from engine.models.packed_attention import document_lengths, packed_positions
 from engine.rows import tokenize_and_pack
 from engine.rows.prompts import read_prompt
 from engine.rows.tokenize_and_pack import (
-    document_lengths,
     pack,
-    packed_positions,
     token_bytes,
     tokenize_truncated,
     tokenize_with_bytes,

@@ -266,7 +266,7 @@ def test_pins_that_a_copy_changed_or_removed_stay_so(tmp_path):
 def test_binary_and_added_files_are_conflicts_as_of_git(delivered, template):
     put(delivered, {"engine/run/fresh.py": "MINE = 1\n", BINARY: b"\0\r\n3"})
     commit(delivered)
-    added, binary = sorted(update.update(delivered, str(template), "v1.2.0"))
+    binary, added = sorted(update.update(delivered, str(template), "v1.2.0"))
     assert added.startswith("engine/run/fresh.py: ")
     assert binary.startswith(f"{BINARY}: ")
     assert (delivered / BINARY).read_bytes() == b"\0\r\n3"
