@@ -57,7 +57,7 @@ def check_addends(count: int) -> None:
 
 
 def check_scaled(is_scaled: bool) -> None:
-    """Raise UsageError if the loss was not multiplied by `loss_scale`, as in a train.py of an earlier version."""
+    """Raise UsageError if the loss was not multiplied by `loss_scale`, as in a train.py that lacks it."""
     if not is_scaled:
         raise UsageError(
             "exact_sums is true, but compute_gradient in train.py does not call backend.loss_scale(totals): let it be the "
