@@ -52,11 +52,11 @@ def test_names_of_the_package_are_found():
 @pytest.mark.parametrize(
     "name, right",
     [
-        ("adamw_torch_8bit", "adamw_8bit"),
-        ("adamw_bnb_8bit", "adamw_8bit"),
-        ("paged_adamw_8bit", "adamw_8bit"),
-        ("adamw_torch_4bit", "adamw_4bit"),
-        ("ao_adamw_fp8", "adamw_fp8"),
+        ("adamw_torch_8bit", "adamw8bit"),
+        ("adamw_bnb_8bit", "adamw8bit"),
+        ("paged_adamw_8bit", "adamw8bit"),
+        ("adamw_torch_4bit", "adamw4bit"),
+        ("ao_adamw_fp8", "adamwfp8"),
         ("adamw_9bit", "adamw"),
     ],
 )
