@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the backend"}
-OF_ADAM = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
+OF_ADAM: dict[str, tuple[str, ...]] = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
 
 
 def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType | None]":
