@@ -20,13 +20,14 @@ from engine.distributed.init_accelerator import check_environment, init_accelera
 from engine.plan.dataset import check_same_data, prepare_datasets
 from engine.process.console import table
 from engine.process.exit_codes import run_main
+from engine.run.answers import answer_samples
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.run_record import write_evaluation
 from engine.task import Task
 from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
 from src.training.environment import topology
-from src.training.evaluation import answer_samples, evaluate
+from src.training.evaluation import evaluate
 from src.training.training_model import choose_kernels
 
 

@@ -21,6 +21,7 @@ from engine.distributed.init_accelerator import check_environment, init_accelera
 from engine.plan import data_loader, dataset, seeding
 from engine.plan.data_loader import StepBatch
 from engine.process.exit_codes import run_main
+from engine.run.answers import answer_samples
 from engine.run.techniques import make_techniques
 from engine.run.totals_and_votes import StepLosses, StepTotals
 from engine.run.train_state import Intervals, Run
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     shutdown(accelerator)  # now nothing may refer to the model: torch could deadlock when it frees DDP later
 
 
-def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
+def train(cfg: RunConfig, task: Task, datasets: dict, accelerator, make_checkpoints=checkpointer.Checkpointer) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
@@ -70,7 +71,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     run.hosts.sum([0.0])  # a barrier, so that no rank listens while another one still loads
     signals = stop_signals.StopSignals(accelerator.process_index, cfg)
     signals.listen()
-    checkpoints = checkpointer.Checkpointer(run, start, due, techniques, parts, signals)
+    checkpoints = make_checkpoints(run, start, due, techniques, parts, signals)
     checkpoints.begin()  # renames old outputs that do not fit this run
     logger = RunLogger(run, due)  # metrics.jsonl, console, trackers
     logger.begin(start, techniques, lr_at)  # prints the plan; later lines than the checkpoint are removed
@@ -82,7 +83,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
     gradient = backend.wrap_gradient(gradient)  # running statistics; dummy batches; on 3 DDP ranks the first one twice
     gradient = techniques.wrap_gradient(gradient)  # SAM computes it at two places, …
     evaluate = partial(evaluation.evaluate, backend, module, task, val_set, cfg, signals)
-    answer_samples = partial(evaluation.answer_samples, backend, module, task, cfg, signals)
+    answer = partial(answer_samples, backend, module, task, cfg, signals)
     module.train()
 
     while True:
@@ -92,7 +93,7 @@ def train(cfg: RunConfig, task: Task, datasets: dict, accelerator) -> None:
         if due.evaluate():
             with run.meter.paused():
                 metrics = techniques.evaluate(evaluate(), evaluate)  # None if a stop request interrupted it
-                samples = answer_samples() if metrics else None  # answers to `sample_prompts`; None likewise
+                samples = answer() if metrics else None  # answers to `sample_prompts`; None likewise
             if metrics and samples is not None:
                 logger.eval_line(metrics)
                 logger.sample_lines(samples)

@@ -23,15 +23,6 @@ from engine.plan.seeding import derive_seed, seed_everything
 from engine.process import private_apis
 
 NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8")
-NAMES_ELSEWHERE = {  # of the HF Trainer, of axolotl, and of bitsandbytes, whose moments have no shards
-    "adamw_torch_8bit": "adamw_8bit",
-    "adamw_torch_4bit": "adamw_4bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "ao_adamw_8bit": "adamw_8bit",
-    "ao_adamw_4bit": "adamw_4bit",
-    "ao_adamw_fp8": "adamw_fp8",
-}
 SMALLEST = 4096  # values: torchao, after bitsandbytes, leaves smaller tensors in the dtype of the weights
 MANY = 0.1  # of the trained weights
 BYTES_OF_SCALE = 4

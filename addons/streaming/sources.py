@@ -4,7 +4,6 @@ Tests: tests/addons/streaming/test_remote_files.py and tests/addons/streaming/te
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from engine.config.redact import redact_all
 from engine.rows import sources
 from engine.rows.sources import Source, at_commit
 from engine.storage import http_files, hub
-from engine.storage.cache_folder import cache_root, compute_once
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -82,19 +80,12 @@ def look_up_stream(source: Source, cfg: Any) -> Source:
     """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     stream = StreamSource(**vars(source))
     if not source.kind:
-        return stream if source.files else at_commit(stream, cache_root(cfg))
+        return stream if source.files else at_commit(stream)
     urls = [file for file in source.files if "://" in file]
     if not urls:
         return stream
-
-    def look_up_all() -> dict:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return {"files": list(pool.map(lambda url: _look_up(url, source.field), urls))}
-
-    # A URL may hold a signature, so the key is hashed and the values are redacted.
-    key, what = json.dumps([source.field, urls]), f"looking up {len(urls)} files"
-    answers = compute_once(cache_root(cfg), key, look_up_all, what)
-    remote = dict(zip(urls, answers["files"], strict=True))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        remote = dict(zip(urls, pool.map(lambda url: _look_up(url, source.field), urls), strict=True))
     hub.records.update(remote)
     return replace(stream, remote=remote)
 

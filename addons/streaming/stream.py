@@ -20,7 +20,7 @@ import xxhash
 from addons.streaming.shards import BLOCK, PreparedRow, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
-from engine.plan.batch_plan import MicroBatch, PlanConfig, cut_of_run, sizes_of_run, split_into_micro_batches
+from engine.plan.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
 from engine.plan.data_loader import Item, StepBatch, changed_plan, collate, open_loader
 from engine.plan.row_order import permute
 from engine.plan.seeding import derive_seed
@@ -64,7 +64,8 @@ class Stream:
             cfg.seed,
             max_tokens=cfg.per_device_batch_tokens,
             step_sizes=sizes_of_run(cfg, ENDLESS),
-            **cut_of_run(cfg, task.cut_by_cost),
+            by_cost=task.cut_by_cost,
+            multiple_of=cfg.pad_to_multiple_of or 1,
         )
         self.plan = changed_plan(plan, cfg, task, self)
         count = len(self.shards)

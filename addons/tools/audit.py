@@ -162,7 +162,7 @@ def compare_records(run: Path, config: dict, flags: list[str], steps: list[int],
             try:
                 argv = ["--config", f"{folder}/run.yaml", *flags, "--output_dir", f"{folder}/run"]
                 cfg, options = parsing.parse(argv, OPTIONS)
-                validation.check(run_identity.with_values_of_run(cfg), options)
+                validation.check(cfg, options)
                 task = make_task(cfg, options)
                 splits = prepare_datasets(cfg, task)
             except UsageError as error:

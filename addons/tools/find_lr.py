@@ -114,10 +114,9 @@ def main(argv: list[str]) -> None:
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))  # nothing to evaluate
     accelerator = init_accelerator(cfg)
     is_main = accelerator.is_main_process
-    train.checkpointer.Checkpointer = NoCheckpoints
     try:
         with suppress(Ended):
-            train.train(cfg, task, datasets, accelerator)
+            train.train(cfg, task, datasets, accelerator, NoCheckpoints)
         shutdown(accelerator)  # now nothing may refer to the model
         if is_main:
             report(test, result(test, *read(folder)), given)

@@ -27,8 +27,8 @@ from engine.rows.chat_options import CHATS
 from engine.rows.columns import columns_by_name, named_in_errors
 from engine.rows.formats import Ids, Texts
 from engine.rows.prompts import Prompt, last_answer
+from engine.run.answers import generate_answers
 from engine.storage.atomic_folder import rewrite
-from src.training.evaluation import generate_answers
 
 KEY = "prediction"
 MOST_TOKENS = 256  # of an answer, unless a flag says otherwise

@@ -18,6 +18,7 @@ import yaml
 from engine.checkpointing import checkpoint_folder, files_of_base, model_card, model_folder, resume
 from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_shared_folder
 from engine.checkpointing.resume import Start
+from engine.checkpointing.run_identity import VERSION
 from engine.checkpointing.tensor_files import Tensors
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from engine.config.find_addons import used_addons
@@ -63,7 +64,12 @@ class Checkpointer:
         self.writer = BackgroundWriter(run.backend, run.cfg.max_failed_saves)
         self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
-        self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
+        self.metadata = {
+            "engine": VERSION,
+            "config": config,
+            "identity": start.identity,
+            "run_id": start.run_id,
+        }
         self.saved: tuple[int, int] | None = None  # (step, evaluated) of the newest checkpoint, on the main process
         checkpoints = [path.resolve() for path in checkpoint_folder.list_checkpoints(self.folder)]
         if start.checkpoint and start.checkpoint.resolve() in checkpoints:

@@ -22,7 +22,6 @@ from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, re
 from engine.config.run_config import RunConfig
 from engine.models.base_model import find_base, leaves_out_base, read_base
 from engine.models.config_and_tokenizer import config_file, named_base, refuse_adapter
-from engine.plan.batch_plan import EQUAL_COUNTS
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
@@ -196,7 +195,6 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
             f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
             "--validation_file or --dataset_name"
         )
-    config.setdefault("plan_version", EQUAL_COUNTS)  # of a run begun before there was another plan
     values = _without_replaced_data(_values_to_take(config, given), given)
     return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
 

@@ -54,13 +54,6 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
     `has_same_rates`: as of `check_same_run`."""
     folder = Path(cfg.output_dir)
     accelerator = backend.accelerator
-    # Each rank has read it from the checkpoints that it sees; another one would cut the rows of a step in another way.
-    plans = backend.hosts.union({str(cfg.plan_version)})
-    if len(plans) > 1:
-        raise UsageError(
-            f"plan_version: ranks have {' and '.join(plans)}, because they see other checkpoints in {folder}: share the folder "
-            "between all nodes, or give --plan_version"
-        )
 
     def choose() -> Start:
         current = identity(accelerator.mixed_precision, accelerator.num_processes, cfg, splits)

@@ -15,19 +15,16 @@ from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.errors import UsageError
 from engine.config.find_addons import config_type, follows_evaluations
 from engine.config.parsing import gives_folder, to_yaml
-from engine.config.paths import read_yaml
+from engine.config.paths import REPOSITORY, read_yaml
 from engine.config.run_config import RunConfig, changeable_fields
 from engine.models.config_and_tokenizer import config_file, pretrained_source
-from engine.plan.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
 from engine.process.library_errors import keep_tracebacks_in
 from engine.storage import jsonl, verify_hashes
 
+VERSION = (REPOSITORY / "engine" / "VERSION").read_text().strip()  # in state.json: runs end with their major version
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run")
-# Fields that have an effect on the prepared rows only: where these differ, they are named as the reason.
-EXPLAINS_ROWS = {"training_template"}
-WITHDRAWN = {"empty_reasoning"}  # fields of earlier versions; what they decided is compared as data.rows
 LENGTH = {"max_steps", "num_train_epochs"}
 # schedules.has_same_rates: (earlier configuration, this one, examples, progress in the checkpoint) -> bool
 SameRates = Callable[[Any, Any, int, dict], bool]
@@ -65,7 +62,13 @@ def check_same_run(
 
     `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is
     refused unless it is declared may_change_on_resume."""
-    refused, allowed = changes_since(read_state(checkpoint), cfg, options, current, has_same_rates)
+    state = read_state(checkpoint)
+    if not _is_of_this_version(state):
+        raise UsageError(
+            f"{checkpoint} is of version {_version_of(state)} of the engine, and this is {VERSION}: resume the run with that "
+            f"version, or begin a new one with its weights: --init_from {checkpoint} and another --output_dir"
+        )
+    refused, allowed = changes_since(state, cfg, options, current, has_same_rates)
     if refused:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
@@ -75,16 +78,25 @@ def check_same_run(
     return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
 
 
+def _version_of(state: dict) -> str:
+    """Return the version of the engine that wrote a checkpoint; versions before 2.0.0 did not record theirs."""
+    return state.get("engine", "1.x")
+
+
+def _is_of_this_version(state: dict) -> bool:
+    return _version_of(state).split(".")[0] == VERSION.split(".")[0]
+
+
 def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates: SameRates) -> Any:
     """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
 
     The folder is unchanged if `argv` or the run file names it. Only fields are compared; `check_same_run` compares the
-    contents of data and model, too. Fields that the run file leaves to the run have the values of its checkpoint."""
+    contents of data and model, too."""
     if not gives_folder(argv):
         cfg = _with_free_folder(cfg, options, has_same_rates)
     if not cfg.dry_run:
         keep_tracebacks_in(cfg.output_dir)
-    return with_values_of_run(cfg)
+    return cfg
 
 
 def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
@@ -114,42 +126,25 @@ def _changes_of_fields(folder: str, cfg: RunConfig, options: Any, has_same_rates
     return "; ".join((refused | other_data).values())
 
 
-def with_values_of_run(cfg: RunConfig) -> RunConfig:
-    """Return `cfg` with the plan_version of the newest checkpoint, and its per_device_batch_size in place of `auto`.
-
-    Without a checkpoint, the plan is the newest one, and the batch size stays `auto`, which
-    engine/config/validation.py refuses."""
-    source = cfg.output_dir if cfg.resume == "auto" else cfg.resume
-    states = [jsonl.read_json(folder / "state.json") for folder in (Path(source), *list_checkpoints(source))]
-    configs = [state["config"] for state in states if "config" in state]
-    values: dict[str, Any] = {}
-    if cfg.plan_version is None:
-        values["plan_version"] = configs[-1].get("plan_version", EQUAL_COUNTS) if configs else NEWEST_PLAN
-    if cfg.per_device_batch_size == "auto" and configs:
-        values["per_device_batch_size"] = configs[-1]["per_device_batch_size"]
-    return dataclasses.replace(cfg, **values)
-
-
 def changes_since(
     state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
+    if not _is_of_this_version(state):  # its fields may have had other meanings
+        return {"engine": f"engine: {_version_of(state)} → {VERSION}"}, {}
     # The fields of an add-on that only one of the two runs names count, too.
     names = [name for name, value in state["config"].items() if value is not None]
     schemas = (config_type([*names, *vars(cfg)]), type(options))
     was = _fields(state["config"], schemas) | state["identity"]
     now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
-    if now["plan_version"] is None:  # that of the run
-        now["plan_version"] = was["plan_version"]
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
     may_change = _may_change(cfg, schemas, was, now)
     length = {name: state["config"].get(name) for name in LENGTH}
     before = dataclasses.replace(cfg, **length)
     if "data.rows" not in changed and has_same_rates(before, cfg, current["data.examples"], state["progress"]):
         may_change |= LENGTH
-    may_change |= EXPLAINS_ROWS - state["config"].keys()  # an earlier version did not record it
     if "data.rows" in changed:
-        may_change -= EXPLAINS_ROWS
+        may_change.discard("training_template")  # the reason of other rows
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     refused = {name: text for name, text in diff.items() if name not in may_change}
     allowed = {name: text for name, text in diff.items() if name in may_change}
@@ -159,8 +154,7 @@ def changes_since(
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
     values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
-    withdrawn = WITHDRAWN | {name for name in config.keys() - values.keys() if name.endswith("_column")}
-    values |= {"plan_version": EQUAL_COUNTS} | {name: config[name] for name in config.keys() - withdrawn}
+    values |= config
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
     for addon in schemas[0].addons:
         values = addon.identity(values)

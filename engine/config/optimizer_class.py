@@ -8,6 +8,7 @@ file may have. Tests: tests/src/training/test_optimizers.py.
 import inspect
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the backend"}
-ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+OF_ADAM: dict[str, tuple[str, ...]] = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
 
 
 def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType | None]":
@@ -31,30 +32,21 @@ def find_optimizer(optim: str) -> "tuple[type[torch.optim.Optimizer], ModuleType
 
     file, _, name = optim.rpartition("/")
     name = normalized(BUILT_IN.get(name, name))
-    files = {normalized(stem): stem for stem in addon_names("optimizers")}
-    file_of_name = files.get(normalized(file or name))
+    stems = addon_names("optimizers")
     classes = {} if file else _classes(torch.optim)
-    addon = load_addon("optimizers", file_of_name) if file_of_name else None
-    if addon:
+    addon = None
+    of_that_name = [stem for stem in stems if normalized(stem) == normalized(file or name)]
+    for stem in of_that_name or ([] if file or name in classes else stems):
+        addon = load_addon("optimizers", stem)
         classes |= _classes(addon)
-    elif not file and name not in classes:  # one of the files may serve it
-        for stem in files.values():
-            module = load_addon("optimizers", stem)
-            served = _classes(module)
-            classes |= served
-            if name in served:
-                addon = module
-                break  # the packages of the other files take seconds to import
+        if name in classes:
+            break  # the packages of the other files take seconds to import
     if name not in classes:
-        elsewhere = {}
-        for stem in files.values():
-            elsewhere |= getattr(load_addon("optimizers", stem), "NAMES_ELSEWHERE", {})
-        hints = {normalized(given): f"; did you mean {right}?" for given, right in elsewhere.items()}
-        missing = [how_to_install(stem) for stem in files.values() if stem in pinned_extras() and not find_spec(stem)]
+        missing = [how_to_install(stem) for stem in stems if stem in pinned_extras() and not find_spec(stem)]
         packages = f" (of packages that are not installed: {', '.join(missing)})" if missing else ""
         raise UsageError(
             f"optim is {optim}: not a class of torch.optim or of a file in addons/optimizers{packages}"
-            f"{hints.get(name) or did_you_mean(name, classes)}"
+            f"{did_you_mean(name, classes)}"
         )
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
         hint = "use adamw or sgd, and a technique that averages weights (docs/techniques.md)"
@@ -77,43 +69,41 @@ def _classes(module: ModuleType) -> "dict[str, type[torch.optim.Optimizer]]":
     return {normalized(cls.__name__): cls for cls in classes if cls is not base}
 
 
-def arguments_of_fields(optimizer: type) -> dict[str, str]:
+def arguments_of_fields(optimizer: type) -> dict[str, tuple[str, ...]]:
     """Return {argument of the constructor: fields of the run file that set it} besides lr and weight_decay.
 
     Other classes than those of torch have defaults of their own, unless they have `takes_adam_fields = True`."""
     if not optimizer.__module__.startswith("torch.") and not getattr(optimizer, "takes_adam_fields", False):
         return {}
     if "betas" in inspect.signature(optimizer).parameters:
-        return {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
-    if optimizer.__name__ == "SGD":
-        return {"momentum": "adam_beta1"}
-    return {}
+        return OF_ADAM
+    return {"momentum": ("adam_beta1",)} if optimizer.__name__ == "SGD" else {}
 
 
 def optimizer_arguments(cfg: RunConfig, optimizer: type, addon: ModuleType | None = None) -> dict[str, Any]:
     """Return the arguments of the constructor besides parameters, `lr` and `weight_decay`.
 
     Raise UsageError for what the class would ignore: a field, an unknown name in `optim_args`, or one that a field sets."""
-    given = cfg.optim_args or {}
     accepted = inspect.signature(optimizer).parameters
     from_fields = arguments_of_fields(optimizer)
-    set_by = FOR_ALL | from_fields
-    for name in given:
+    set_by = FOR_ALL | {name: " and ".join(fields) for name, fields in from_fields.items()}
+    arguments: dict[str, Any] = {}
+    for name, fields in from_fields.items():
+        values = [getattr(cfg, field) for field in fields]
+        arguments[name] = values[0] if len(values) == 1 else values
+    for name, value in (cfg.optim_args or {}).items():
         if name in set_by:
             raise UsageError(f"optim_args: {name} is set by {set_by[name]}: remove it")
         if name not in accepted:  # some classes take any name, and ignore it
             raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
-    read = ADAM_FIELDS if getattr(addon, "reads_adam_fields", False) else from_fields.values()
-    for name in ADAM_FIELDS:
-        if name not in " ".join(read) and getattr(cfg, name) != getattr(RunConfig, name):
-            raise UsageError(f"{name} is {getattr(cfg, name):g}, which {optimizer.__name__} does not read: remove it")
+        arguments[name] = value
+    read = OF_ADAM if getattr(addon, "reads_adam_fields", False) else from_fields
+    for field in {*chain(*OF_ADAM.values())} - {*chain(*read.values())}:
+        if getattr(cfg, field) != getattr(RunConfig, field):
+            raise UsageError(f"{field} is {getattr(cfg, field):g}, which {optimizer.__name__} does not read: remove it")
     if cfg.weight_decay and "weight_decay" not in accepted:
         raise UsageError(f"weight_decay is {cfg.weight_decay:g}, which {optimizer.__name__} does not read: give 0")
-    values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
-    arguments = {name: values[name] for name in from_fields}
-    for name, value in given.items():
-        arguments[name] = tuple(value) if isinstance(value, list) else value  # betas are tuples
-    return arguments
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 def optimizer_errors(cfg: RunConfig) -> Iterator[str]:

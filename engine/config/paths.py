@@ -114,7 +114,7 @@ def plain_data(value) -> bool:
     return "::" not in str(value) and (not separator or scheme.lower() in STORES)
 
 
-def plain_name(value) -> bool:
+def is_plain_name(value) -> bool:
     """Return True if `value` is a plain name, as of transformers' own attention kernels; a Hub repository runs code."""
     return isinstance(value, str) and value.replace("_", "").isalnum()
 

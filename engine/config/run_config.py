@@ -168,13 +168,6 @@ class RunConfig:
         is_rare=True,
     )
     per_device_eval_batch_size: int = changeable("examples per forward pass in evaluation", 8, min=1)
-    plan_version: int | None = changeable(
-        "how rows of many lengths are cut into micro-batches: 2 at the least padding, 1 into equal counts (default: as "
-        "the run that is resumed, else 2)",
-        min=1,
-        max=2,
-        is_rare=True,
-    )
     pad_to_multiple_of: int | None = option(
         "pad rows to a multiple of this many tokens, for compile; changes dropout masks (default: 1)",
         min=1,

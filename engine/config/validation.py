@@ -14,7 +14,7 @@ from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, list_errors, warn
 from engine.config.find_addons import follows_evaluations, used_addons
 from engine.config.optimizer_class import optimizer_errors
-from engine.config.paths import plain_name
+from engine.config.paths import is_plain_name
 from engine.config.redact import was_redacted
 from engine.config.run_config import RunConfig, best_by
 
@@ -53,7 +53,7 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
 def common_errors(cfg: RunConfig) -> Iterator[str]:
     """Yield the errors of a training or an evaluation: sources of data, attention, schedule, folders."""
     name = cfg.attn_implementation
-    if name and not plain_name(name) and not cfg.trust_remote_code:
+    if name and not is_plain_name(name) and not cfg.trust_remote_code:
         yield f"attn_implementation is {name}, code from the Hub: give --trust_remote_code true if you trust it"
     given = [name for name in ("mixture", "dataset_name", "train_file") if getattr(cfg, name)]
     if len(given) > 1:

@@ -57,7 +57,7 @@ def check_addends(count: int) -> None:
 
 
 def check_scaled(is_scaled: bool) -> None:
-    """Raise UsageError if the loss was not multiplied by `loss_scale`, as in a train.py of an earlier version."""
+    """Raise UsageError if the loss was not multiplied by `loss_scale`, as in a train.py that lacks it."""
     if not is_scaled:
         raise UsageError(
             "exact_sums is true, but compute_gradient in train.py does not call backend.loss_scale(totals): let it be the "
@@ -108,14 +108,14 @@ def check_trainable(parameters: dict[str, torch.nn.Parameter], trainable: set[st
         )
 
 
-def check_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+def check_all_gradients_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
     """Raise UsageError if DDP is still waiting for a gradient after the last backward pass of a step.
 
     Otherwise it says so only in its next forward pass, after an update with gradients that were not reduced."""
     if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
         return
     try:
-        private_apis.check_reduced(module)
+        private_apis.check_ddp_finalized(module)
     except RuntimeError as error:
         names = [name for name, p in parameters.items() if p.requires_grad]
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

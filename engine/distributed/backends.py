@@ -5,7 +5,7 @@ Tests: tests/engine/distributed/ and tests/src/test_step.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import backend_checks, optimizer_state
 from engine.distributed.exact_sums import GradientSums, deterministic_or_refused, join_values, split_values
-from engine.distributed.host_group import HostGroup
+from engine.distributed.host_group import HostGroup, run_on_main
 from engine.distributed.running_statistics import StepBuffers, all_buffers_unchanged
 from engine.distributed.sharded_tensors import is_partial, plain_name
 from engine.process import private_apis
@@ -123,6 +123,37 @@ class Backend:
         module, _ = self.wrap(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))
         return module
 
+    # ---- in an evaluation --------------------------------------------------------------------------------------------
+
+    def share_of_rank(self, micro_batches: list[Any], rounds: int) -> list[Any]:
+        """Return the micro-batches of this rank; a sharded model gets dummies, because each pass is a collective."""
+        mine = micro_batches[self.data_rank :: self.data_world_size]
+        if not self.is_sharded:
+            return mine
+        dummy = replace(micro_batches[0], dummy=True)
+        return mine + [dummy] * (rounds - len(mine))
+
+    @contextmanager
+    def evaluating(self, module: torch.nn.Module, few_shapes: bool) -> Iterator[None]:
+        """Set evaluation mode, and compute as eval.py does, which therefore gets the same loss: attention is chosen by the
+        rows that are evaluated (`few_shapes`), compiled layers run uncompiled, and a CPU has one thread."""
+        was_training = module.training
+        training_uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        module.eval()
+        torch.backends.cuda.enable_cudnn_sdp(few_shapes)
+        stance = torch.compiler.set_stance("force_eager") if self.cfg.compile else nullcontext()
+        try:
+            with stance, one_thread() if self.accelerator.device.type == "cpu" else nullcontext():
+                yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(training_uses_cudnn)
+            module.train(was_training)
+
+    def compute_on_main(self, compute: Callable[[], Any]) -> Any:
+        """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
+        with one_thread():
+            return run_on_main(self.accelerator, compute)
+
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def forwards_per_rank(self, batch: list) -> list[float]:
@@ -157,7 +188,7 @@ class Backend:
             is_real = [not micro.dummy for micro, _ in batch]
             with self.buffers.step(is_real), self.exact_step(is_real):
                 losses = compute(backend, module, batch, totals)
-                backend_checks.check_reduced(module, self.parameters)
+                backend_checks.check_all_gradients_reduced(module, self.parameters)
             self.is_first_step = False
             return losses
 
@@ -269,3 +300,16 @@ class Backend:
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any backend saved: `reader` reads its tensors, `numbers` holds its numbers."""
         optimizer_state.restore(model, optimizer, reader, numbers)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit the CPU to one thread, because the last bits of a matrix product depend on the number of threads.
+
+    The other cores are then idle. More processes (make eval NPROC=4) use them and give the same result."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

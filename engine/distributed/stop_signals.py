@@ -73,6 +73,11 @@ class StopSignals:
         """Return 1 if this rank wants to stop, else 0."""
         return float(self.reason is not None)
 
+    def any_rank_stops(self, hosts: host_group.HostGroup) -> bool:
+        """Return whether a request to stop has reached any rank (a collective)."""
+        self.look()
+        return bool(hosts.sum([self.stopping()])[0])
+
     # ---- between two steps, or two blocks of an evaluation -----------------------------------------------------------
 
     def look(self, step: int | None = None) -> None:

@@ -98,7 +98,7 @@ def compiled_graphs(cfg: RunConfig) -> dict[str, int]:
     """Return {"graphs": number of graphs that torch.compile has made} for a train line; an empty dict without `compile`.
 
     The graphs of losses, which take any number of rows, do not count. torch warns itself when there are too many."""
-    return {"graphs": private_apis.compiled_graphs() - CompiledOnAccelerators.count} if cfg.compile else {}
+    return {"graphs": private_apis.count_compiled_graphs() - CompiledOnAccelerators.count} if cfg.compile else {}
 
 
 class CompiledOnAccelerators:

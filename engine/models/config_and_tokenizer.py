@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.find_addons import used_addons
-from engine.config.paths import locate, plain_name, read_yaml
+from engine.config.paths import is_plain_name, locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models.new_tokens import add_tokens, new_ids, set_vocabulary
 from engine.process import private_apis
@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
 def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
     """Return the folder of the model or tokenizer `name`, downloaded at most once. `field` is its option."""
     revision = cfg.model_revision if name == cfg.model_name_or_path else "main"
-    return hub.model_folder(name, revision, field, cache_root(cfg), weights, cfg.trust_remote_code)
+    return hub.fetch_model(name, revision, field, weights, cfg.trust_remote_code)
 
 
 def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
@@ -186,7 +186,9 @@ def refuse_quantized(source: str, config: dict[str, Any]) -> None:
 def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig") -> None:
     """Raise UsageError if a configuration, or a part of it, names a Hub kernel: transformers would run its code."""
     kernel = private_apis.attention_kernel(config)
-    if kernel and not (plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code):  # the user has decided
+    if kernel and not (
+        is_plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code
+    ):  # the user has decided
         raise UsageError(
             f"{source}: attn_implementation is {kernel}, which is code from the Hub: give --attn_implementation sdpa, or "
             "--trust_remote_code true if you trust it"

@@ -18,10 +18,6 @@ from engine.plan.length_cuts import split_by_cost, split_by_tokens, split_equall
 from engine.plan.row_order import Quotas, example_ids, splitmix64
 from engine.plan.seeding import derive_seed
 
-# Values of `plan_version`: how rows of many lengths are cut into micro-batches.
-EQUAL_COUNTS = 1  # as many rows in each
-NEWEST_PLAN = 2  # at the least padding
-
 
 @dataclass(frozen=True)
 class StepSizes:
@@ -122,11 +118,6 @@ class MicroBatch:
     hash: tuple[float, float] = (0.0, 0.0)  # `hash_ids` of its ids; of a micro-batch that was read for training
 
 
-def cut_of_run(cfg: RunConfig, by_cost: bool) -> dict[str, Any]:
-    """Return the fields of PlanConfig that say how rows with lengths are cut. `by_cost`: the `cut_by_cost` of the task."""
-    return {"by_cost": by_cost and cfg.plan_version != EQUAL_COUNTS, "multiple_of": cfg.pad_to_multiple_of or 1}
-
-
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
 
@@ -201,10 +192,18 @@ def evaluation_order(
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
 
-    `by_cost`: cut at the least padding, unless the `plan_version` of the run is that of equal counts. By default, a block
-    is 64 micro-batches. No micro-batch has rows of two blocks."""
+    `by_cost`: the `cut_by_cost` of the task. By default, a block is 64 micro-batches. No micro-batch has rows of two
+    blocks."""
     micro_batch = cfg.per_device_eval_batch_size
-    config = PlanConfig(num_examples, num_examples, micro_batch, cfg.seed, lengths, **cut_of_run(cfg, by_cost))
+    config = PlanConfig(
+        num_examples,
+        num_examples,
+        micro_batch,
+        cfg.seed,
+        lengths,
+        by_cost=by_cost,
+        multiple_of=cfg.pad_to_multiple_of or 1,
+    )
     block = block or 64 * micro_batch
     index = 0
     for start in range(0, num_examples, block):

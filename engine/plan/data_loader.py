@@ -18,7 +18,7 @@ from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.plan import seeding
-from engine.plan.batch_plan import MicroBatch, PlanConfig, cut_of_run, hash_ids, sizes_of_run, training_order
+from engine.plan.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from engine.plan.seeding import derive_seed
 from engine.process.worker_processes import init_worker
 from engine.task_registry import Batch, Task
@@ -64,7 +64,8 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
         step_sizes=sizes_of_run(cfg, len(train_set)),
-        **cut_of_run(cfg, task.cut_by_cost),
+        by_cost=task.cut_by_cost,
+        multiple_of=cfg.pad_to_multiple_of or 1,
     )
     return changed_plan(config, cfg, task, train_set)
 

@@ -21,6 +21,7 @@ from engine.process.exit_codes import run_main
 from engine.rows.prepare import prepare_rows
 from engine.rows.prepared_split import Split, data_notes, format_stats, holds_chats, task_stats
 from engine.rows.sources import Source, fetch_source, find_sources
+from engine.storage import hub
 from engine.storage.cache_folder import cache_root
 from engine.task_registry import OPTIONS, Task, make_task
 
@@ -70,7 +71,7 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
         parts = {name: _open(cfg, task, source) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:
-            splits[split] = _join(cfg, split, parts)
+            splits[split] = _split_or_mixture(cfg, split, parts)
     _check(cfg, splits, wanted)
     if "train" in splits:
         task.reads_chats = holds_chats(splits["train"], task)  # also if another process has prepared them
@@ -118,7 +119,7 @@ def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
     return split
 
 
-def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixture:
+def _split_or_mixture(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixture:
     """Return the split itself without a mixture, else a Mixture of the sources."""
     if list(parts) == [""]:
         return parts[""]
@@ -181,16 +182,24 @@ def _check_computed(cfg: RunConfig, source: Source) -> None:
 
 
 def check_same_data(splits: dict) -> None:
-    """Raise UsageError on all ranks if a rank has other rows than rank 0, such as a node with other files."""
+    """Raise UsageError on all ranks if a rank has other rows than rank 0, such as a node with other files, or another
+    commit of a Hub repository."""
     from accelerate.utils import gather_object
 
-    per_rank = gather_object([{name: (split.stats["examples"], split.stats["rows"]) for name, split in splits.items()}])
-    for rank, rows in enumerate(per_rank):
-        for name in sorted(rows.keys() | per_rank[0].keys()):
-            here, there = (of_rank.get(name, (0, "")) for of_rank in (rows, per_rank[0]))
+    own = {
+        f"{name} data": f"{split.stats['examples']} rows of hash {split.stats['rows']}"
+        for name, split in splits.items()
+    }
+    own |= {name: f"commit {record['commit']}" for name, record in hub.records.items() if "commit" in record}
+    per_rank = gather_object([own])
+    for rank, values in enumerate(per_rank):
+        for name in sorted(values.keys() | per_rank[0].keys()):
+            here, there = (of_rank.get(name, "none") for of_rank in (values, per_rank[0]))
             if here != there:
-                text = f"{name} data: rank {rank} has other rows than rank 0 ({here[0]} rows, rank 0 has {there[0]})"
-                raise UsageError(f"{text}: give all nodes the same files and the same code")
+                raise UsageError(
+                    f"{name}: rank {rank} has {here}, but rank 0 has {there}: give all nodes the same files and code, and a "
+                    "commit as model_revision or dataset_revision"
+                )
 
 
 def main(argv: list[str]) -> None:

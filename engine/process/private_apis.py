@@ -65,7 +65,7 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return dict(module._buffers)
 
 
-def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
+def check_ddp_finalized(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Raise RuntimeError if DDP has not reduced all gradients in its last backward pass.
 
     Otherwise it says so only in its next forward pass, and until then the ranks wait for each other.
@@ -83,7 +83,7 @@ def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def compiled_graphs() -> int:
+def count_compiled_graphs() -> int:
     """Return the number of compiled graphs. Test: tests/engine/models/test_compile_and_recompute.py."""
     from torch._dynamo import utils
 

@@ -209,7 +209,7 @@ def data_notes(splits: dict) -> list[str]:
             text = f"{stats['unknown_tokens']:,} tokens ({share:.2%}) are the unknown token of the tokenizer"
             notes.append(f"{name} data: {text}: it has no token for these words or characters, so they are lost")
         notes += [f"{name} data: {number:,} {kind} (first: {first})" for kind, (first, number) in counted_rows(split)]
-    both, checked = repeated(splits)
+    both, checked = count_repeated_rows(splits)
     if both:
         notes.append(f"validation data: {both:,} of {checked:,} examples checked are also in the training data")
     return notes
@@ -221,7 +221,7 @@ def counted_rows(split) -> list[tuple[str, tuple[str, int]]]:
     return [each for _, _, part in parts for each in part.stats.get("counted", {}).items()]
 
 
-def repeated(splits: dict) -> tuple[int, int]:
+def count_repeated_rows(splits: dict) -> tuple[int, int]:
     """Return (validation examples that are also in the training data, validation examples checked)."""
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():  # a stream has none
         return 0, 0

@@ -195,9 +195,9 @@ def _source_of_files(patterns: list[str], split: str, field: str) -> Source:
 
 def fetch_source(source: Source, cfg: RunConfig) -> Source:
     """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
-    root = cache_root(cfg)
     if not source.kind:
-        return source if source.files or source.computed else at_commit(source, root)
+        return source if source.files or source.computed else at_commit(source)
+    root = cache_root(cfg)
     local = {url: http_files.fetch_file(url, source.field, root) for url in source.files if "://" in url}
     for url, file in local.items():
         refuse_pointers([file], source.field, url)
@@ -205,9 +205,9 @@ def fetch_source(source: Source, cfg: RunConfig) -> Source:
     return replace(source, files=files, origins={file: url for url, file in local.items()})
 
 
-def at_commit(source: Source, root: Path) -> Source:
+def at_commit(source: Source) -> Source:
     """Return a source of the Hub with the commit of its revision."""
-    return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root))
+    return replace(source, revision=hub.dataset_commit(str(source.name), source.revision))
 
 
 # ---- local files -----------------------------------------------------------------------------------------------------

@@ -32,16 +32,21 @@ class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
 
     def __init__(self, accelerator: Any, cfg: RunConfig, step: int):
-        """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
-
-        Their packages must be imported before dataloader workers are forked."""
+        """`step`: at which the run begins or resumes. `start` starts them."""
+        self.accelerator = accelerator
+        self.cfg = cfg
+        self.step = step
         self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (what, values, step); None ends the thread
         self.started = threading.Event()
         self.deadline = math.inf  # a second close() cannot extend the first one's wait
         self.busy = ""  # the tracker that was called last
         self.failed: set[str] = set()  # those that raised an error
-        arguments = (accelerator, cfg, tracker_options(cfg, step))
-        self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="trackers", daemon=True)
+
+    def start(self) -> None:
+        """Start the trackers; wait up to TIMEOUT for them.
+
+        Their packages must be imported before dataloader workers are forked."""
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
         terminal = sys.stdin
         with open(os.devnull) as sys.stdin:  # a tracker that asks for a password would wait forever
@@ -73,7 +78,10 @@ class Trackers:
             warn(f"report_to: {self.busy} has not closed in time, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
-    def _run(self, accelerator: Any, cfg: RunConfig, options: dict) -> None:
+    def _run(self) -> None:
+        cfg = self.cfg
+        accelerator = self.accelerator
+        options = tracker_options(cfg, self.step)
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
         fields: dict[str, int | float | str] = {}
         for name, value in redact_all(vars(cfg)).items():

@@ -11,12 +11,10 @@ Tests: tests/engine/storage/test_shared_work.py and tests/samples/.
 import errno
 import hashlib
 import json
-import os
 import shutil
 import socket
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -27,14 +25,10 @@ from filelock import FileLock, Timeout
 from engine.config.errors import UsageError, errors_of, warn
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
-from engine.storage.atomic_folder import rewrite
 from engine.storage.code_hash import code_hash
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 NOTICE_AFTER = 10.0  # seconds of waiting before a message
-STARTED = time.time()
-DAY = 24 * 3600  # after which the results of a launch are removed
-START_SPREAD = 20.0  # seconds within which the processes of a launch start
 
 
 def run_once(target: Path, make: Callable[[], None], what: str) -> None:
@@ -52,29 +46,6 @@ def run_once(target: Path, make: Callable[[], None], what: str) -> None:
                 make()
 
 
-def compute_once(root: Path, key: str, compute: Callable[[], dict], what: str) -> dict:
-    """Call `compute()` in one process of this launch. Return its result, a JSON object, in all that share `root`."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return compute()
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    result = root / "launches" / _launch_name() / f"{name}.json"
-    with suppress(FileNotFoundError):
-        if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
-            result.unlink()
-    try:
-        result.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        return compute()  # in each process; what it computes may be complete in this folder
-    run_once(result, lambda: rewrite(result, json.dumps(compute())), what)
-    for launch in (root / "launches").iterdir():
-        with suppress(OSError):
-            if STARTED - launch.stat().st_mtime > DAY:
-                shutil.rmtree(launch, ignore_errors=True)
-    return json.loads(result.read_text())
-
-
 def exclusive(target: Path, what: str) -> AbstractContextManager:
     """Take the lock of `target` for a `with` block: no process of any launch can work on it in the meantime.
 
@@ -89,16 +60,6 @@ def exclusive(target: Path, what: str) -> AbstractContextManager:
         if error.errno not in READ_ONLY:
             raise
         return nullcontext()
-
-
-def _launch_name() -> str:
-    """Return the name of this launch, which is the same in all its processes on all nodes.
-
-    Launches on one host have its name and the number of their launcher in theirs."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
-    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    host = [socket.gethostname(), str(os.getppid())] if on_one_host else []
-    return "_".join(host + [os.environ.get(name, "") for name in names]).replace("/", "_")
 
 
 # ---- the folder, and the sample datasets made in it: one for each file of samples/ -----------------------------------

@@ -8,6 +8,7 @@ Tests: tests/engine/storage/test_http_files.py.
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,9 @@ from urllib.parse import urlparse
 
 from engine.config.errors import UsageError, one_line
 from engine.config.redact import redact_all
-from engine.storage import atomic_folder, jsonl
+from engine.storage import atomic_folder, hub, jsonl
 from engine.storage.cache_folder import exclusive
-from engine.storage.hub import fetch_once, is_offline
+from engine.storage.hub import is_offline
 from engine.storage.verify_hashes import hash_file
 
 if TYPE_CHECKING:
@@ -38,14 +39,11 @@ def content_key(file: str) -> list | None:
 def fetch_file(url: str, field: str, root: Path) -> str:
     """Return the path of the local copy of `url`. One process downloads it if there is no complete copy."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
-    what = f"downloading {url}"
-
-    def fetch() -> dict:
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder / RECORD, what):  # another launch may download the same file
-            return _find_copy(url, field, folder) or _download(url, field, folder)
-
-    return str(folder / fetch_once(url, fetch, root, what)["file"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if url not in hub.records:
+        with exclusive(folder / RECORD, f"downloading {url}"):
+            hub.records[url] = _find_copy(url, field, folder) or _download(url, field, folder)
+    return str(folder / hub.records[url]["file"])
 
 
 def _find_copy(url: str, field: str, folder: Path) -> dict:
@@ -56,7 +54,8 @@ def _find_copy(url: str, field: str, folder: Path) -> dict:
         return {}
     name = Path(urlparse(url).path).name
     date = record["downloaded"]
-    print(f"{field}: using {name}, downloaded {date}; to download it again, remove {folder}", flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{field}: using {name}, downloaded {date}; to download it again, remove {folder}", flush=True)
     return record
 
 

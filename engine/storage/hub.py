@@ -1,8 +1,9 @@
 """Hub repositories: dataset commits and model snapshots, fetched once per machine or shared disk.
 
-`huggingface_hub` downloads and caches. With HF_HUB_OFFLINE=1, or when the Hub does not answer, it uses the commit that a
-name meant before, and refuses incomplete files. This file gives all ranks the same commit, warns of an earlier one, and
-limits the wait for a silent Hub. Tests: tests/engine/storage/test_hub_downloads.py.
+`huggingface_hub` downloads, locks and caches; each process asks it for the commit. With HF_HUB_OFFLINE=1, or when the Hub
+does not answer, it uses the commit that a name meant before, and refuses incomplete files. This file warns of an earlier
+commit, and limits the wait for a silent Hub; `check_same_data` compares the commits of all ranks.
+Tests: tests/engine/storage/test_hub_downloads.py.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 
 from engine.config.errors import UsageError, one_line, warn
 from engine.config.paths import locate, not_found_locally
-from engine.storage.cache_folder import compute_once
 from engine.storage.git_lfs import refuse_pointers_of_model
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
@@ -21,25 +21,18 @@ UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
 records: dict[str, dict] = {}  # name or URL -> commit, or size and hash; environment.json lists them
 
 
-def fetch_once(key: str, fetch: Callable[[], dict], root: Path, what: str) -> dict:
-    """Return the record of `fetch()`. One process of the launch calls it, so all ranks use the same version."""
-    if key not in records:
-        records[key] = compute_once(root, key, fetch, what)
-    return records[key]
-
-
 def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def dataset_commit(name: str, revision: str | None, root: Path) -> str:
-    """Return the commit hash of a Hub dataset at `revision` (branch, tag or commit): the same one on all ranks."""
-    return _fetch("dataset", name, revision, "dataset_name", root, lambda commit: {})["commit"]
+def dataset_commit(name: str, revision: str | None) -> str:
+    """Return the commit hash of a Hub dataset at `revision` (branch, tag or commit)."""
+    return _fetch("dataset", name, revision, "dataset_name", lambda commit: {})["commit"]
 
 
-def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
+def fetch_model(name: str, revision: str, field: str, weights: bool = True, code: bool = False) -> str:
     """Return the folder of a model or tokenizer: a local folder, or the snapshot of a Hub repository.
 
     Without `weights`, download only configuration and tokenizer. With `code`, also download the Python files that
@@ -61,44 +54,45 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
         refuse_pointers_of_model(folder, field, weights)
         return folder
     part = "model" if weights else "tokenizer"
-    return _fetch(part, name, revision, field, root, download)["folder"]
+    return _fetch(part, name, revision, field, download)["folder"]
 
 
-def _fetch(part: str, name: str, revision: str | None, field: str, root: Path, download: Callable) -> dict:
+def _fetch(part: str, name: str, revision: str | None, field: str, download: Callable) -> dict:
     """Return the record of a repository: its commit, and what `download(commit)` returns."""
+    key = f"{part} {name}@{revision or 'main'}"
+    if key in records:
+        return records[key]
+    from huggingface_hub import HfApi, get_session
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
     repo_type = "dataset" if part == "dataset" else "model"
     where = f"{field}: {name}"
 
-    def fetch() -> dict:
-        from huggingface_hub import HfApi, get_session
-        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    class Hub(HfApi):
+        """Asks for a commit within TIMEOUT, and remembers a failure, after which the cache may have answered."""
 
-        class Hub(HfApi):
-            """Asks for a commit within TIMEOUT, and remembers a failure, after which the cache may have answered."""
+        failure: Exception | None = None
 
-            failure: Exception | None = None
-
-            def repo_info(self, *args, **options) -> Any:
-                try:
-                    return super().repo_info(*args, timeout=TIMEOUT, **options)
-                except Exception as error:
-                    self.failure = error
-                    raise
-
-        hub = Hub()
-        get_session().timeout = TIMEOUT  # of the list of files; by default both wait forever
-        try:
+        def repo_info(self, *args, **options) -> Any:
             try:
-                commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision)
-            except (RepositoryNotFoundError, RevisionNotFoundError):
+                return super().repo_info(*args, timeout=TIMEOUT, **options)
+            except Exception as error:
+                self.failure = error
                 raise
-            except HfHubHTTPError:  # such as 429, too many requests: only 500 and above use the cache
-                commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision, local_files_only=True)
-            record = {"commit": commit.resolved} | download(commit)
-        except Exception as error:
-            raise UsageError(f"{where}: {not_found_locally(name) or 'not fetched: '}{one_line(error, 400)}") from error
-        if hub.failure and not is_offline():
-            warn(f"{where}: no answer ({one_line(hub.failure)}): using the version fetched earlier", any_rank=True)
-        return record
 
-    return fetch_once(f"{part} {name}@{revision or 'main'}", fetch, root, f"fetching {name} from the Hub")
+    hub = Hub()
+    get_session().timeout = TIMEOUT  # of the list of files; by default both wait forever
+    try:
+        try:
+            commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except HfHubHTTPError:  # such as 429, too many requests: only 500 and above use the cache
+            commit = hub.resolve_revision(name, repo_type=repo_type, revision=revision, local_files_only=True)
+        record = {"commit": commit.resolved} | download(commit)
+    except Exception as error:
+        raise UsageError(f"{where}: {not_found_locally(name) or 'not fetched: '}{one_line(error, 400)}") from error
+    if hub.failure and not is_offline():
+        warn(f"{where}: no answer ({one_line(hub.failure)}): using the version fetched earlier")
+    records[key] = record
+    return record

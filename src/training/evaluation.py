@@ -4,25 +4,22 @@ Tests: tests/src/training/test_evaluation.py and tests/conformance/.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.config.errors import UsageError
 from engine.distributed.backends import Backend
-from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
 from engine.plan.batch_plan import MicroBatch, evaluation_order
 from engine.plan.data_loader import read_batches
 from engine.plan.seeding import seed_everything
 from engine.process import console
-from engine.rows.prompts import Prompt
+from engine.run.answers import answer_rows
 from engine.task import Batch, Task
 from src.fields import RunConfig
 from src.training.training_model import has_few_shapes
@@ -53,15 +50,15 @@ def evaluate(
     device = accelerator.device
     plan = make_plan(split, cfg, task)
     rounds = -(-len(plan.micro_batches) // backend.data_world_size)  # rounded up
-    mine = share_of_rank(backend, plan.micro_batches, rounds)
+    mine = backend.share_of_rank(plan.micro_batches, rounds)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
     results: list[Result] = []
     progress = console.Progress("evaluation", len(mine), "batches", accelerator.is_main_process)
-    with _evaluating(module, cfg, has_few_shapes(cfg, task, split)), _one_thread(device):
+    with backend.evaluating(module, has_few_shapes(cfg, task, split)):
         batches = iter(read_batches(split, task, iter(mine), cfg, device.type == "cuda", training=False))
         for _ in range(0, rounds, BATCHES_BETWEEN_VOTES):
-            if signals is not None and _any_rank_stops(backend, signals):
+            if signals is not None and signals.any_rank_stops(backend.hosts):
                 return None
             outputs = []
             for micro, batch in islice(batches, BATCHES_BETWEEN_VOTES):
@@ -75,105 +72,6 @@ def evaluate(
     line = _eval_line(backend, task, plan, results)
     answered = answer_rows(backend, module, task, cfg, signals)
     return None if answered is None else line | answered
-
-
-def answer_rows(
-    backend: Backend, module: torch.nn.Module, task: Task, cfg: RunConfig, signals: StopSignals | None
-) -> dict | None:
-    """Return the metrics of the answers to validation rows (`predict_with_generate`), None if a rank was asked to stop."""
-    generation = task.generation
-    if generation is None or not generation.of_rows:
-        return {}
-    options = task.options
-    settings = {
-        "max_new_tokens": generation.max_new_tokens,
-        "num_beams": options.num_beams,
-        "do_sample": options.do_sample,
-    }
-    tokens = generate_answers(backend, module, task, generation.of_rows, settings, cfg, signals)
-    if tokens is None:
-        return None
-    texts = generation.texts(tokens)
-    references = generation.texts([prompt.reference for prompt in generation.of_rows])
-    metrics = _on_main(backend, lambda: task.answer_metrics(texts, references))
-    return metrics | {"generated_examples": len(texts)}
-
-
-def answer_samples(
-    backend: Backend, module: torch.nn.Module, task: Task, cfg: RunConfig, signals: StopSignals | None = None
-) -> list[dict] | None:
-    """Return {"prompt", "answer"} of each of `sample_prompts`, on all ranks; None if a rank was asked to stop."""
-    generation = task.generation
-    if generation is None or not generation.samples:
-        return []
-    samples = generation.samples
-    settings = {"max_new_tokens": task.options.sample_max_new_tokens}
-    tokens = generate_answers(backend, module, task, samples, settings, cfg, signals)
-    if tokens is None:
-        return None
-    answers = generation.texts(tokens)
-    return [{"prompt": prompt.text, "answer": answer} for prompt, answer in zip(samples, answers, strict=True)]
-
-
-@torch.no_grad()
-def generate_answers(
-    backend: Backend,
-    module: torch.nn.Module,
-    task: Task,
-    prompts: Sequence[Prompt],
-    settings: dict[str, Any],
-    cfg: RunConfig,
-    signals: StopSignals | None = None,
-) -> np.ndarray | None:
-    """Return the tokens generated after each prompt, (prompts, max_new_tokens), filled up with -100, on all ranks.
-
-    Return None if a rank was asked to stop. Which prompts are padded together does not depend on the number of processes.
-    `settings`: the arguments of `task.answer`. All ranks generate equally often, because each pass of a sharded model is
-    a collective."""
-    accelerator = backend.accelerator
-    device = accelerator.device
-    lengths = np.array([len(prompt.ids) for prompt in prompts])
-    # Equal counts: the memory of a generation grows with its rows, not with the prompts.
-    plan = list(evaluation_order(cfg, False, len(prompts), lengths))
-    rounds = -(-len(plan) // backend.data_world_size)  # rounded up
-    mine = share_of_rank(backend, plan, rounds)
-    module = accelerator.unwrap_model(module)
-    tokens = np.zeros((len(prompts), settings["max_new_tokens"]))
-    times_seen = np.zeros(len(prompts))
-    progress = console.Progress("answers", rounds, "batches", accelerator.is_main_process)
-    with (
-        _evaluating(module, cfg, few_shapes=False),
-        _one_thread(device),
-        module.answering(partial(task.answer, **settings)),
-    ):
-        for number in range(rounds):
-            if signals is not None and _any_rank_stops(backend, signals):
-                return None
-            for micro in mine[number : number + 1]:  # a rank of DDP may have none in the last round
-                inputs = task.generation.inputs([prompts[i] for i in micro.ids])
-                seed_everything(micro.seed)
-                out = module({name: value.to(device) for name, value in inputs.items()})
-                if not micro.dummy:
-                    tokens[micro.ids] = out["generated"].cpu().numpy()
-                    times_seen[micro.ids] += 1
-            progress.update()
-    assert (backend.hosts.sum(times_seen) == 1).all(), "not every prompt was answered exactly once"
-    return backend.hosts.sum(tokens).numpy().astype(np.int64)
-
-
-def share_of_rank(backend: Backend, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
-    """Return the micro-batches of this rank; a sharded model gets dummies, because each pass is a collective."""
-    mine = micro_batches[backend.data_rank :: backend.data_world_size]
-    if not backend.is_sharded:
-        return mine
-    dummy = replace(micro_batches[0], dummy=True)
-    return mine + [dummy] * (rounds - len(mine))
-
-
-def _any_rank_stops(backend: Backend, signals: StopSignals) -> bool:
-    """Return whether a request to stop has reached any rank (a collective)."""
-    signals.look()
-    return bool(backend.hosts.sum([signals.stopping()])[0])
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -258,13 +156,13 @@ def _eval_line(backend: Backend, task: Task, plan: Plan, results: list[Result]) 
     values = _gather_rows(backend, plan, results, row_formats)
     sums_by_block = getattr(task, "sums_by_block", None)
     if sums_by_block is not None:  # a loss over a whole batch
-        names, table = _on_main(backend, lambda: sums_by_block(names, table, values, plan.blocks))
+        names, table = backend.compute_on_main(lambda: sums_by_block(names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.num_examples)
     if plan.sources[0].name:  # a mixture
         by_source = {source.name: _metrics_of_source(task, names, table, source) for source in plan.sources}
         line = _add_sources(line, by_source)
     if values:
-        line |= _on_main(backend, lambda: task.row_metrics(values))
+        line |= backend.compute_on_main(lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
@@ -355,42 +253,3 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
     if not weight:  # rows without a target
         return {"loss": None, "weight": weight, "examples": examples}
     return {"loss": sums["loss"] / weight, "weight": weight, "examples": examples} | task.metrics(sums, weight)
-
-
-def _on_main(backend: Backend, compute: Callable[[], Any]) -> Any:
-    """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
-    with _one_thread(torch.device("cpu")):
-        return run_on_main(backend.accelerator, compute)
-
-
-# ---- modes -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module, cfg: RunConfig, few_shapes: bool) -> Iterator[None]:
-    """Set evaluation mode, and compute as eval.py does, which therefore gets the same loss: attention is chosen by the
-    rows that are evaluated (`few_shapes`), and compiled layers run uncompiled."""
-    was_training = module.training
-    training_uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    module.eval()
-    torch.backends.cuda.enable_cudnn_sdp(few_shapes)
-    try:
-        with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
-            yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(training_uses_cudnn)
-        module.train(was_training)
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """Limit the CPU to one thread, because the last bits of a matrix product depend on the number of threads.
-
-    The other cores are then idle. More processes (make eval NPROC=4) use them and give the same result."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -18,7 +18,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -167,10 +166,6 @@ def adopt(environment: dict[str, str]) -> None:
     """Apply these variables to a forked process: its libraries have read their environment already."""
     import datasets.config
     from huggingface_hub import constants, hf_api
-
-    from engine.storage import cache_folder
-
-    cache_folder.STARTED = time.time()  # as in a new process
 
     os.environ |= environment
     url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])

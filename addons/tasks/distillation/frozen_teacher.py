@@ -27,7 +27,8 @@ from engine.models.model_checks import check_packing, has_plain_lm_head
 from engine.models.new_tokens import new_ids, with_new_ids
 from engine.process import private_apis
 from engine.storage import hub
-from engine.storage.cache_folder import cache_root, compute_once
+from engine.storage.atomic_folder import rewrite
+from engine.storage.cache_folder import cache_root, run_once
 from engine.storage.verify_hashes import hash_file
 from src.losses.chunked_cross_entropy import Scored, score_tokens
 from src.tasks import causal_lm
@@ -152,7 +153,7 @@ class FrozenModel:
             return
         revision = version or (cfg.model_revision if name == cfg.model_name_or_path else "main")
         field = f"{role}_name_or_path"
-        self.folder = hub.model_folder(name, revision, field, cache_root(cfg), True, cfg.trust_remote_code)
+        self.folder = hub.fetch_model(name, revision, field, True, cfg.trust_remote_code)
         self.version = hub.records[f"model {name}@{revision}"].get("commit") or revision
 
     def _local_folder(self, folder: Path) -> Path:
@@ -217,15 +218,18 @@ class FrozenModel:
 
 
 def _hash_of_weights(cfg: RunConfig, folder: Path) -> str:
-    """Return a hash of the configuration and weights in `folder`; one process of the launch reads them."""
+    """Return a hash of the configuration and weights in `folder`; one process reads them, until a file changes."""
     import xxhash
 
     names = ("config.json", "model*.safetensors", "pytorch_model*.bin")
     files = sorted({path for name in names for path in folder.glob(name)})
 
-    def compute() -> dict:
+    def compute() -> None:
         hashes = json.dumps({path.name: hash_file(path)["xxh3_128"] for path in files}, sort_keys=True)
-        return {"hash": HASH + xxhash.xxh3_128_hexdigest(hashes.encode())}
+        rewrite(target, HASH + xxhash.xxh3_128_hexdigest(hashes.encode()))
 
-    key = repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    return compute_once(cache_root(cfg), key, compute, f"reading the weights in {folder}")["hash"]
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    key = repr([(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats])
+    target = cache_root(cfg) / "teachers" / xxhash.xxh3_128_hexdigest(key.encode())
+    run_once(target, compute, f"reading the weights in {folder}")
+    return target.read_text()

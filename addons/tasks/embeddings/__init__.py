@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
-from safetensors import safe_open
 
 from addons.tasks.embeddings.sentence_transformers_files import DOCUMENT, KEYS, BaseFiles, read_base, write_files
 from addons.techniques._batch_loss import BatchLossTask
@@ -177,10 +176,6 @@ class Task(BatchLossTask):
         folder = Path(place)
         if (folder / TEMPERATURE).exists():
             value = torch.tensor(read_json(folder / TEMPERATURE)["logit_scale"], dtype=torch.float64)
-        for path in sorted(folder.glob("model*.safetensors")):  # of a run that began with an earlier version
-            with safe_open(path, "pt") as file:
-                if "logit_scale" in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                    value = file.get_tensor("logit_scale")
         return torch.nn.Parameter(value.to(dtype))
 
     def write_files(self, folder: Path, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from addons.data import held_out
 from addons.data._row_numbers import Column
 from engine.config.errors import UsageError
 from engine.rows import file_parts
-from engine.rows.prepared_split import repeated
+from engine.rows.prepared_split import count_repeated_rows
 from tests.engine.rows.test_media import Pictures, opened
 from tests.helpers import images, kit
 
@@ -73,7 +73,7 @@ def check_choice(fields, folder):
         out = set(ids_of(splits["validation"]))
         assert ids_of(splits["train"]) == [tuple(row) for row in rows if tuple(row) not in out]
         assert ids_of(splits["validation"]) == [tuple(row) for row in rows if tuple(row) in out]
-        assert repeated(splits) == (0, len(splits["validation"]))
+        assert count_repeated_rows(splits) == (0, len(splits["validation"]))
         assert splits["train"].stats["source_rows"] == len(splits["train"])
         found[name] = out & set(map(tuple, ROWS))
     assert 0.1 < len(found["one"]) / 150 < 0.3
@@ -130,7 +130,7 @@ def test_value_is_the_same_however_it_is_stored(tmp_path):
 def test_packed_documents_and_rows_of_a_mixture(fields, tmp_path, small):
     splits = open_rows(fields, tmp_path / "packed", ROWS, packing=True, max_length=24)
     assert sum(part.stats["source_rows"] for part in splits.values()) == len(ROWS)
-    assert repeated(splits)[0] == 0 < repeated(splits)[1]
+    assert count_repeated_rows(splits)[0] == 0 < count_repeated_rows(splits)[1]
     plain = open_rows(fields, tmp_path / "plain", ROWS)
     files = write(tmp_path / "parts", ROWS, 2)
     mixture = {name: {"train_file": str(file)} for name, file in zip("ab", files, strict=True)}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from engine.checkpointing import locate_weights, resume, run_identity
+from engine.checkpointing import locate_weights, run_identity
 from engine.config.errors import UsageError
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
-from engine.distributed.choose_backend import make_backend
-from engine.distributed.init_accelerator import init_accelerator
 from engine.task_registry import OPTIONS
 from src.training.schedules import has_same_rates
 from tests.engine.checkpointing import recipe
@@ -35,7 +32,8 @@ def check(
     config = yaml.safe_load(to_yaml(was or cfg, was_options or options))
     checkpoint = folder / "run" / "checkpoints" / "step_00000008"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    state = {"config": config, "identity": then, "progress": {"updates": 8, "evaluated": evaluated}}
+    progress = {"updates": 8, "evaluated": evaluated}
+    state = {"engine": run_identity.VERSION, "config": config, "identity": then, "progress": progress}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return run_identity.check_same_run(checkpoint, cfg, options, known, has_same_rates)
 
@@ -100,6 +98,27 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
     assert set(wrongly_treated(tmp_path, "causal_lm")) == every - declared - BY_CONTENT
 
 
+def test_runs_end_with_their_major_version(tmp_path):
+    """Version 1 did not record its own. A run without --output_dir gets another folder."""
+    cfg = RunConfig(output_dir=str(tmp_path / "run"), max_steps=12, dataset_name="data", dry_run=True)
+    options = OPTIONS[cfg.task]()()
+    check(tmp_path, cfg)
+    file = tmp_path / "run" / "checkpoints" / "step_00000008" / "state.json"
+    state = json.loads(file.read_text())
+    major = int(state.pop("engine").split(".")[0])
+
+    def resume_of(engine: dict) -> list[str]:
+        file.write_text(json.dumps(state | engine))
+        return run_identity.check_same_run(file.parent, cfg, options, KNOWN, has_same_rates)
+
+    assert resume_of({"engine": f"{major}.99.0"}) == []
+    assert run_identity.choose_folder([], cfg, options, has_same_rates) == cfg
+    for engine, named in (({}, "1.x"), ({"engine": f"{major + 1}.0.0"}, f"{major + 1}.0.0")):
+        with pytest.raises(UsageError, match=f"version {named} of the engine.*--init_from"):
+            resume_of(engine)
+        assert run_identity.choose_folder([], cfg, options, has_same_rates).output_dir == f"{cfg.output_dir}_2"
+
+
 GROUPS = {"*.bias": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
 CONSTANT = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
 
@@ -127,17 +146,6 @@ def test_values_that_decide_whether_a_field_may_change(tmp_path, was, now, text)
         assert text in refusal(tmp_path, after, was=before)
     else:
         assert check(tmp_path, after, was=before) == [f"changed since step_00000008: {text}"]
-
-
-def test_checkpoint_with_a_withdrawn_field_is_of_this_run(tmp_path):
-    cfg = RunConfig(output_dir="run", max_steps=12, dataset_name="data")
-    options = OPTIONS["causal_lm"]()()
-    assert check(tmp_path, cfg, options, cfg, options) == []
-    file = tmp_path / "run" / "checkpoints" / "step_00000008" / "state.json"
-    state = json.loads(file.read_text())
-    state["config"]["empty_reasoning"] = "masked"
-    file.write_text(json.dumps(state))
-    assert run_identity.check_same_run(file.parent, cfg, options, KNOWN, has_same_rates) == []
 
 
 def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
@@ -230,89 +238,3 @@ def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):
         for precision in ("no", "bf16"):
             locate_weights.warn_of_precision(cfg, precision)
             assert ("evaluated with" in capsys.readouterr().err) == (precision == "bf16")
-
-
-# ---- run files with `per_device_batch_size: auto` ----------------------------------------------------------------------
-
-
-def test_auto_resumes_with_the_number_of_the_checkpoint(tiny, straight, interrupted):
-    """The run resumes bitwise, with the micro-batch that it began with: 4 rows."""
-    folder = interrupted()
-    run = kit.run_training(1, folder, *recipe.flags(tiny, per_device_batch_size="auto"))
-    assert yaml.safe_load((folder / "config.yaml").read_text())["per_device_batch_size"] == 4
-    assert recipe.same_run(run, straight[1])
-
-
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_auto_without_a_checkpoint_names_the_tool(tiny, interrupted, tmp_path, resume):
-    """A run, too, that starts over beside checkpoints."""
-    folder = interrupted().parent if resume == "never" else tmp_path / "new"
-    codes, texts = recipe.command(recipe.flags(tiny, per_device_batch_size="auto", resume=resume), folder)
-    assert codes == [2]
-    assert "per_device_batch_size is auto" in texts[0]
-    assert "make find-batch-size" in texts[0]
-
-
-def test_auto_takes_the_number_of_the_checkpoint_of_resume(tiny, straight, tmp_path):
-    for asked in (straight[1].folder, at_step(straight[1], 8)):
-        cfg = RunConfig(per_device_batch_size="auto", resume=str(asked), output_dir=str(tmp_path / "new"))
-        assert run_identity.with_values_of_run(cfg).per_device_batch_size == 4
-
-
-# ---- the plan of a run ---------------------------------------------------------------------------------------------------
-
-
-def with_plan(folder: Path, version: int | None) -> Path:
-    """Write checkpoint and final/ of a run with this `plan_version`; None: of one that was begun before there was the field."""
-    checkpoint = folder / "checkpoints" / "step_00000008"
-    checkpoint.mkdir(parents=True)
-    config = {"task": "causal_lm"} | ({} if version is None else {"plan_version": version})
-    state = {"config": config, "progress": {"step": 8}}
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    final = folder / "final"
-    final.mkdir()
-    (final / "config.json").write_text("{}")
-    (final / "run_config.yaml").write_text(yaml.safe_dump(config))
-    return checkpoint
-
-
-@pytest.mark.parametrize("version, expected", [(None, 1), (1, 1), (2, 2)])
-def test_resume_and_evaluation_take_the_plan_of_the_run(tmp_path, version, expected):
-    """The mutant, the plan of a new run, would cut an older run in another way."""
-    checkpoint = with_plan(tmp_path / "run", version)
-    for cfg in (RunConfig(output_dir=str(tmp_path / "run")), RunConfig(output_dir="new", resume=str(checkpoint))):
-        assert run_identity.with_values_of_run(cfg).plan_version == expected
-    new = RunConfig(output_dir=str(tmp_path / "run"), resume="never")
-    assert run_identity.with_values_of_run(new).plan_version == 2
-    _, base, _ = locate_weights.evaluation_args(["--checkpoint", str(tmp_path / "run")])
-    assert base.get("plan_version", 2) == expected
-
-
-def test_a_run_with_equal_counts_resumes_with_them(tiny, tmp_path):
-    """The run file does not say so again. The mutant resumes with the plan of new runs."""
-    ragged = {name: value for name, value in tiny.items() if name != "packing"}
-    whole = kit.run_training(1, tmp_path / "whole", *recipe.flags(ragged, global_batch_size=16, plan_version=1))
-    runs = {}
-    for name, fields in {"resumed": {}, "mutant": {"plan_version": 2}}.items():
-        folder = kit.rewind(whole.folder, 8, tmp_path / name)
-        runs[name] = kit.run_training(1, folder, *recipe.flags(ragged, global_batch_size=16, **fields))
-    assert yaml.safe_load((runs["resumed"].folder / "config.yaml").read_text())["plan_version"] == 1
-    assert kit.same(runs["resumed"].weights, whole.weights)
-    assert not kit.same(runs["mutant"].weights, whole.weights)
-
-
-def _find_start_with_the_plan_of_the_rank(values: dict) -> str:
-    task, splits = kit.open_data(**values)
-    cfg = dataclasses.replace(task.cfg, plan_version=1 + int(os.environ["RANK"]))
-    backend = make_backend(init_accelerator(cfg), cfg)
-    assert backend.accelerator.num_processes == 2
-    with pytest.raises(UsageError) as refused:
-        resume.find_start(cfg, backend, task, splits, has_same_rates)
-    return str(refused.value)
-
-
-def test_ranks_with_other_plans_are_refused(tiny, tmp_path):
-    """One of them has not seen the checkpoint of an earlier run. All ranks end."""
-    values = recipe.values(tiny) | {"output_dir": tmp_path / "run"}
-    texts = kit.spawn(2, _find_start_with_the_plan_of_the_rank, values, out=tmp_path / "out")
-    assert ["plan_version: ranks have 1 and 2" in text for text in texts] == [True, True]

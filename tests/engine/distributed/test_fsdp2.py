@@ -16,7 +16,6 @@ from engine.models import varlen_attention
 from engine.process.private_apis import attention_kernel
 from engine.run import model_with_loss
 from src.tasks import causal_lm
-from src.training import evaluation
 from tests.helpers import kit
 from tests.helpers.backend_runs import STEPS, at_step, check_same_checkpoint, check_same_numbers, check_same_run, where
 from tests.helpers.backend_runs import fsdp2_recipe as recipe
@@ -118,7 +117,7 @@ def unpadded_share(backend, micro_batches, rounds):
     "holder, name, mutant",
     [
         (Backend, "pad_with_dummy_batches", lambda self, batch, forwards: batch),
-        (evaluation, "share_of_rank", unpadded_share),
+        (Backend, "share_of_rank", unpadded_share),
     ],
 )
 def test_mutants_without_dummy_batches_are_caught(files, tmp_path, monkeypatch, holder, name, mutant):

@@ -110,6 +110,8 @@ def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, monkeypatc
     terminal, cfg = sys.stdin, RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
     accelerator = Accelerator(cpu=True, log_with=["good"], project_dir=tmp_path)
     one = trackers.Trackers(accelerator, cfg, 0)
+    assert sys.argv[1:]  # nothing has begun
+    one.start()
     assert sys.argv == ["train.py"]
     assert sys.stdin is terminal
     one.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})

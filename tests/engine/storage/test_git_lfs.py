@@ -8,7 +8,7 @@ from engine.config.find_addons import run_config
 from engine.rows.sources import fetch_source, find_sources
 from engine.storage import http_files
 from engine.storage import hub as hub_module
-from engine.storage.hub import model_folder
+from engine.storage.hub import fetch_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
 
@@ -36,7 +36,7 @@ def test_pointer_in_place_of_a_model(tmp_path, name):
     write(folder, "config.json", "model.safetensors", text="{}")
     write(folder, name, "model.onnx", "pytorch_model.bin")  # the last two are not read beside safetensors
     for find in (
-        lambda: model_folder(str(folder), "main", "model_name_or_path", tmp_path),
+        lambda: fetch_model(str(folder), "main", "model_name_or_path"),
         lambda: locate_weights(str(folder), "model_name_or_path"),
     ):
         with pytest.raises(UsageError, match=rf"model_name_or_path: {folder / name} is a pointer of Git LFS"):
@@ -48,7 +48,7 @@ def test_pointers_that_are_not_read(tmp_path):
     folder = tmp_path / "model"
     write(folder, "tokenizer.json", text="{}")
     write(folder, "model.safetensors", "model.onnx")
-    assert model_folder(str(folder), "main", "tokenizer_name", tmp_path, weights=False) == str(folder)
+    assert fetch_model(str(folder), "main", "tokenizer_name", weights=False) == str(folder)
     write(tmp_path / "data", "a.txt", text=POINTER * 20)
     assert find_sources(run_config(train_file=[str(tmp_path / "data/a.txt")]), "train")[""].files
 

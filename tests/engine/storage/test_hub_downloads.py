@@ -1,6 +1,7 @@
 """Datasets and models of the Hub: looked up and fetched once, one commit for all ranks."""
 
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,27 +109,33 @@ def trained(served, tmp_path_factory):
     return SimpleNamespace(folder=folder, environment=environment, requests=hub.requests[before:])
 
 
-def every_rank_asks():
-    hub_module.fetch_once = lambda key, fetch, root, what: hub_module.records.setdefault(key, fetch())
-
-
 def looked_up(requests: list) -> int:
     """Return how often the newest commit of the model was asked for."""
     return sum("/api/models/org/model/revision/main" in request.path for request in requests)
 
 
-def test_ranks_ask_and_fetch_once(served, trained, tmp_path):
-    hub, _, new = served
+def test_ranks_ask_and_fetch_once(served, trained):
+    """Each rank asks once, so weights are of the commit that the tokenizer is of, even if main moves in between."""
+    _, _, new = served
     gets = [r.path for r in trained.requests if r.method == "GET" and "/resolve/" in r.path]
     assert len(gets) == len(set(gets))
     assert {path.rpartition("/")[2] for path in gets} >= {"model.safetensors", "tokenizer.json", "train.jsonl"}
     assert commits(trained.folder / "run") == {"model": new.model, "dataset": new.data}
     assert kit.same(kit.Run(trained.folder / "run").weights, new.weights)
-    # Also, the weights are of the commit that the tokenizer is of, even if main moves in between.
-    assert looked_up(trained.requests) == 1
-    before = len(hub.requests)
-    train(hub.environment(tmp_path), tmp_path, recipe(tmp_path), 3, every_rank_asks)
-    assert looked_up(hub.requests[before:]) > 1
+    assert looked_up(trained.requests) == 3
+
+
+def test_ranks_with_other_commits_are_refused(hub, served, tmp_path):
+    """Although their rows are the same."""
+    _, old, _ = served
+    argv = recipe(tmp_path)
+
+    def other_commit():
+        if os.environ["RANK"] == "1":
+            argv.extend(["--model_revision", old.model])
+
+    words = f"model org/model@{old.model}: rank 1 has commit {old.model}, but rank 0 has none"
+    refused(hub.environment(tmp_path), tmp_path, argv, words, world=2, before=other_commit)
 
 
 def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):

@@ -1,13 +1,12 @@
 """Tasks run once per disk; a dead process releases its lock, and the next one does its work."""
 
 import functools
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 from engine.storage import atomic_folder, cache_folder
-from engine.storage.cache_folder import compute_once, run_once
+from engine.storage.cache_folder import run_once
 from tests.helpers import kit
 
 PIECES = 12
@@ -61,17 +60,3 @@ def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
         process.join(300)
         assert process.exitcode == 0
     assert made(tmp_path) == [0, *range(PIECES)]
-
-
-# ---- results of one launch -------------------------------------------------------------------------------------------
-
-
-def test_one_process_of_a_launch_looks_up(tmp_path, monkeypatch):
-    """The next launch looks up again, and the result of an earlier launch with the same name is not used."""
-    for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    results = [compute_once(tmp_path, "main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
-    assert results == [{"commit": 0}] * 2
-    (file,) = (tmp_path / "launches").glob("*/*.json")
-    os.utime(file, (cache_folder.STARTED - 100, cache_folder.STARTED - 100))
-    assert compute_once(tmp_path, "main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from engine.config.run_config import RunConfig
+from engine.distributed.backends import Backend
 from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import init_accelerator
 from engine.distributed.stop_signals import StopSignals
 from engine.models.generation import Generation
 from engine.plan import batch_plan
 from engine.rows.prompts import Prompt
+from engine.run.answers import generate_answers
 from engine.run.model_with_loss import ModelWithLoss
 from src.tasks import causal_lm
-from src.training import evaluation
 from tests.helpers import kit
 
 NUMBERS = {"one": 1, "two": 2, "five": 5}
@@ -167,7 +168,7 @@ def test_each_validation_row_is_answered_once_on_one_two_three_processes(trained
         rows = cfg.per_device_eval_batch_size - int(os.environ["WORLD_SIZE"])
         return batch_plan.evaluation_order(replace(cfg, per_device_eval_batch_size=rows), *more)
 
-    monkeypatch.setattr(evaluation, "evaluation_order", order_of_rank)
+    monkeypatch.setattr("engine.run.answers.evaluation_order", order_of_rank)
     *_, batches = evaluate_and_keep(monkeypatch, 2, tmp_path / "local", *flags)
     assert batches != kept[1][2]
 
@@ -182,7 +183,7 @@ def test_mutant_padded_share_of_prompts_is_caught(trained, tmp_path, monkeypatch
             micro_batches = [*micro_batches, *micro_batches][: rounds * backend.data_world_size]
         return micro_batches[backend.data_rank :: backend.data_world_size]
 
-    monkeypatch.setattr(evaluation, "share_of_rank", padded_share)
+    monkeypatch.setattr(Backend, "share_of_rank", padded_share)
     with pytest.raises(kit.RankFailed, match="not every prompt was answered exactly once"):
         kit.run_evaluation(2, tmp_path / "two", "--checkpoint", trained.folder)
 
@@ -270,9 +271,9 @@ def test_stop_request_ends_generation_between_micro_batches(trained, recipe):
     prompts = task.generation.of_rows
     settings = {"max_new_tokens": 3}
     signals = OneBatch(0, cfg)
-    assert evaluation.generate_answers(backend, module, task, prompts, settings, cfg, signals) is None
+    assert generate_answers(backend, module, task, prompts, settings, cfg, signals) is None
     assert len(answered) == 1
-    tokens = evaluation.generate_answers(backend, module, task, prompts, settings, cfg)
+    tokens = generate_answers(backend, module, task, prompts, settings, cfg)
     assert tokens.shape == (31, 3)
     assert module.answer is None  # the next call computes the loss
     assert len(splits) == 2

@@ -113,7 +113,7 @@ def test_last_bits_do_not_depend_on_the_number_of_threads(trained, tmp_path, mon
     argv = kit.flags(checkpoint=trained.folder, output_dir=tmp_path / "eval")
     assert kit.spawn(1, _threads_of_forwards, *argv, out=tmp_path / "out") == [{1}]
     assert json.loads((tmp_path / "eval" / "eval.json").read_text()) == trained.kind("eval")[-1]
-    monkeypatch.setattr("src.training.evaluation._one_thread", lambda device: nullcontext())  # the mutant
+    monkeypatch.setattr("engine.distributed.backends.one_thread", nullcontext)  # the mutant
     assert kit.spawn(1, _threads_of_forwards, *argv, out=tmp_path / "out") == [{2}]
 
 
