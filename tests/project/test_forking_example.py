@@ -177,6 +177,7 @@ def test_two_optimizers(forecasting, tmp_path, monkeypatch):
     assert line["loss"] == line["generator_loss"] != line["discriminator_loss"]
 
 
+@pytest.mark.cluster
 def test_changed_loss_new_number_and_removed_addons(tmp_path):
     """In a copy of the repository."""
     copy = shutil.copytree(

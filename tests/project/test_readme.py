@@ -50,6 +50,7 @@ def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
     assert json.loads((tmp_path / "run" / "eval.json").read_text()) == reported
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
 def test_commands_of_train_py(command):
     """Run each command of the README with --dry_run."""

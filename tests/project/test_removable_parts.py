@@ -107,6 +107,7 @@ def test_tests_skip_without_a_task_that_may_be_removed(tmp_path):
     run(folder, "-m", "pytest", "-q", "--fast", "-m", "not cluster", *core)
 
 
+@pytest.mark.cluster
 def test_what_was_removed_is_named_in_one_sentence(tmp_path, tiny):
     """A run on chats without their code."""
     folder = copy_of_template(tmp_path / "copy")

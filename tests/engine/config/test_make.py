@@ -59,6 +59,7 @@ def test_lint_runs_all_tools(project):
     assert [word for word in ("F401", "would be reformatted", "bad-assignment") if word not in text] == []
 
 
+@pytest.mark.cluster
 def test_setup_again_after_a_failure(project):
     (project / "requirements.txt").write_text("./no-such-folder\n")
     assert make(project, "setup")[0] == 2

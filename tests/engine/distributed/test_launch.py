@@ -39,6 +39,7 @@ def launch(files, folder, words: list, **env) -> subprocess.CompletedProcess:
 # ---- launchers: some silently start one process, or two that do not know each other ------------------------------------
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "words, said",
     [

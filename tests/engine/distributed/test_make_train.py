@@ -87,6 +87,7 @@ def test_run_folder(run_file):
 # ---- signals -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.cluster)])
 def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
     """On one process, until it is asked to stop, which is no error of make."""

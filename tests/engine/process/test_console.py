@@ -15,6 +15,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TOKENIZERS_", "HF_HUB_DIS"))}
 
 
+@pytest.mark.cluster
 def test_lines_in_a_file(files, tmp_path):
     flags = recipe(files, max_steps=6, logging_steps=2, eval_steps=3, output_dir="run")
     command = [sys.executable, str(kit.REPOSITORY / "train.py"), *flags]

@@ -79,6 +79,7 @@ def test_left_over_variable_is_one_sentence(files, tmp_path, variable, value, sa
     assert "Traceback" in log.read_text()
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "HTTPS_PROXY", "TORCH_LOGS"])
 def test_variable_without_a_launcher_and_of_imports(files, tmp_path, name):
     """Without a launcher, no variable shards the model; the last two are read by imports, and by the first download."""

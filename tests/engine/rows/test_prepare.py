@@ -397,6 +397,7 @@ def test_warnings_about_files_are_said_at_each_start(fields, tmp_path, capsys):
 # ---- make data -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster
 def test_make_data_prepares_what_training_opens(fields, rows, tmp_path):
     fields = fields | {"validation_file": rows, "cache_dir": tmp_path / "cache"}
     run = {name: str(value) for name, value in fields.items()} | {"max_steps": 1}

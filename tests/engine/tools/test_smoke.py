@@ -109,6 +109,7 @@ def run_smoke(command: list) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=kit.REPOSITORY, env=kit.PLAIN_ENVIRONMENT, capture_output=True, text=True)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "fields, words",
     [
@@ -174,6 +175,7 @@ for process in started:
 """
 
 
+@pytest.mark.cluster
 def test_signal_while_a_command_starts_ends_it():
     """In a process of its own, whose signals these are."""
     command = [sys.executable, "-c", INTERRUPTED]
