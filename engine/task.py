@@ -202,7 +202,9 @@ class Task:
         if self.base_model is None:
             return self.build(weights)
         if self.base_model.is_random:
-            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
+            with base_model.built_with(
+                self, base_model.fields_of_base(self.cfg, self.base_model, weights), self.base_model.new_ids
+            ):
                 model = self.build(None)
             self.base_model = base_model.check_random(self.base_model, self.saved(model), weights)
             base_model.cast_(model, getattr(torch, self.cfg.dtype))
@@ -210,8 +212,10 @@ class Task:
         if base_model.holds_base(weights):
             model = self.build(weights)
         else:
-            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
+            with base_model.built_with(
+                self, base_model.fields_of_base(self.cfg, self.base_model, weights), self.base_model.new_ids
+            ):
                 model = self.build(None)
-        new_ids = vars(self.saved(model)).get("new_ids")
+        new_ids = getattr(self.saved(model), "new_ids", None)
         self.base_model = dataclasses.replace(self.base_model, new_ids=new_ids)
         return model

@@ -23,7 +23,7 @@ from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
 from engine.models.config_and_tokenizer import BASE_FILE, CONFIG_OF_ADAPTER, pretrained_source, refuse_adapter
-from engine.models.new_tokens import with_new_ids
+from engine.models.new_tokens import rows_missing
 from engine.storage.atomic_folder import rewrite
 from engine.storage.cache_folder import cache_root, exclusive
 from engine.storage.jsonl import read_json
@@ -164,11 +164,10 @@ def fields_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) 
         return dataclasses.replace(cfg, **values)
     if base.commit:
         if cfg.model_name_or_path == base.name and pretrained_source(cfg)[1] == base.commit:
-            return with_new_ids(cfg, base.new_ids)
-        cfg = dataclasses.replace(cfg, model_name_or_path=base.name, model_revision=base.commit, model_config=None)
-        return with_new_ids(cfg, base.new_ids)
+            return cfg
+        return dataclasses.replace(cfg, model_name_or_path=base.name, model_revision=base.commit, model_config=None)
     folder = _folder_of_base(cfg, base, weights)
-    return with_new_ids(dataclasses.replace(cfg, model_name_or_path=str(folder), model_config=None), base.new_ids)
+    return dataclasses.replace(cfg, model_name_or_path=str(folder), model_config=None)
 
 
 def _folder_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None) -> Path:
@@ -191,12 +190,13 @@ def _folder_of_base(cfg: RunConfig, base: BaseModel, weights: str | Path | None)
 
 
 @contextmanager
-def built_with(task: Any, cfg: RunConfig) -> Iterator[None]:
-    """Let a task build its model by the fields `cfg` within."""
+def built_with(task: Any, cfg: RunConfig, new_ids: list[int] | None) -> Iterator[None]:
+    """Let a task build its model by the fields `cfg` within, with rows for the tokens `new_ids`."""
     own = task.cfg
     task.cfg = cfg
     try:
-        yield
+        with rows_missing(new_ids):
+            yield
     finally:
         task.cfg = own
 

@@ -27,7 +27,7 @@ from engine.models.config_and_tokenizer import (
     refuse_adapter,
     refuse_quantized,
 )
-from engine.models.new_tokens import add_rows, config_of_weights, ids_without_rows, new_ids
+from engine.models.new_tokens import add_rows, config_of_weights, ids_without_rows, new_ids, recorded_as_missing
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ def _add_rows_of_new_tokens(
     """Give a loaded model the rows of the tokens that the run adds, but those that the folder `weights` has."""
     if not cfg.add_tokens:
         return
-    ids = vars(cfg).get("new_ids")
+    ids = recorded_as_missing()
     if ids is None:
         ids = _new_ids(cfg, weights)
-    vars(model)["new_ids"] = ids
+    model.new_ids = ids  # for who records what its weights lacked
     if ids:
         add_rows(model, config.get_text_config().vocab_size, ids)
 
