@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
+from addons.adapters.peft import base_model
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
-from engine.models import base_model
 from tests.helpers import kit, technique_runs
 
 peft = pytest.importorskip("peft")
@@ -90,12 +90,16 @@ def test_final_without_merge_weighs_the_adapter(runs):
 
 
 def test_finished_run_merges_later_without_training(runs, base, tmp_path):
-    """It has begun with merge: false, and is started again with merge: true."""
+    """It has begun with merge: false, and is started again with merge: true; the second time, final/ stays as it is."""
     folder = shutil.copytree(runs[False], tmp_path / "alone")
     lines = (folder / "metrics.jsonl").read_text()
     values = fields(tmp_path, base) | {"merge": True, "output_dir": folder, "per_device_batch_size": 16}
-    codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "again")
-    assert codes == [0], outputs
+    written = []
+    for number in range(2):
+        codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / f"again{number}")
+        assert codes == [0], outputs
+        written.append((folder / "final").stat().st_ino)
+    assert written[0] == written[1]
     assert (folder / "metrics.jsonl").read_text() == lines
     expected = auto_model(runs[True].folder / "final")
     assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
@@ -159,7 +163,7 @@ def test_adapter_of_another_base_is_refused(runs, base, tmp_path):
         values = fields(tmp_path, other) | {"init_from": folder, "output_dir": tmp_path / "run"}
         task, _ = kit.open_data(**values)
         with pytest.raises(UsageError, match=rf"{base}.*model_name_or_path is {other}"):
-            init_weights(task.cfg, task)
+            task.build_model(str(init_weights(task.cfg, task)))
 
 
 def test_adapter_of_a_base_in_few_bits_is_warned_of_on_the_original(runs, base, tmp_path, capsys):
@@ -169,6 +173,7 @@ def test_adapter_of_a_base_in_few_bits_is_warned_of_on_the_original(runs, base, 
     (foreign / "adapter_config.json").write_text(json.dumps(config))
     task, _ = kit.open_data(**fields(tmp_path, base) | {"init_from": foreign, "output_dir": tmp_path / "run"})
     assert init_weights(task.cfg, task) == foreign
+    task.build_model(str(foreign))
     assert config["base_model_name_or_path"] in capsys.readouterr().err
 
 

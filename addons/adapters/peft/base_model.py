@@ -1,35 +1,33 @@
-"""The base model that the checkpoints of a run leave out: its identity, its place, and what an add-on has trained of it.
+"""The base model that the checkpoints of a run leave out: its identity, its place, and how it is built.
 
 Checkpoints of an adapter hold what was trained, and BASE_FILE, which says on which weights: a Hub model at a commit, a
-folder by the hash of its weights, or random weights by their seed. Tests: tests/engine/models/test_base_model.py,
+folder by the hash of its weights, or random weights by their seed. Tests: tests/addons/adapters/test_base_model.py,
 tests/addons/adapters/test_adapter_checkpoints.py.
 """
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from engine.config.addon import Addon, overrides
-from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
-from engine.config.paths import locate
+from addons.adapters.peft.files import adapter_files
+from addons.adapters.peft.weight_hashes import hash_of_tensors, hash_of_weights, weight_files
+from engine.checkpointing.model_folder import RUN_CONFIG
+from engine.config.errors import UsageError, warn
+from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
-from engine.models.config_and_tokenizer import BASE_FILE, CONFIG_OF_ADAPTER, pretrained_source, refuse_adapter
+from engine.models.build_model import weights_folder
+from engine.models.config_and_tokenizer import BASE_FILE, named_base, pretrained_source, refuse_adapter
 from engine.models.new_tokens import rows_missing
-from engine.storage.atomic_folder import rewrite
-from engine.storage.cache_folder import cache_root, exclusive
 from engine.storage.jsonl import read_json
-from engine.storage.verify_hashes import hash_file
 
-CHUNK = 1 << 24  # bytes read at a time for a hash
+ROUNDED = re.compile(r"(-unsloth)?-bnb-[48]bit$", re.IGNORECASE)  # in names of models that are published in few bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,33 +71,13 @@ def read_base(folder: str | Path) -> BaseModel | None:
     return BaseModel(**{name: values.get(name) for name in names})
 
 
-# ---- which tensors are of the base -----------------------------------------------------------------------------------
-
-
-def leaves_out_base(cfg: RunConfig) -> bool:
-    """Return whether an add-on of the run file trains something beside a base model."""
-    return any(overrides(addon, Addon.names_of_base) for addon in used_addons(cfg))
-
-
-def tensors_of_base(task: Any, model: torch.nn.Module, tensors: dict[str, Any]) -> set[str]:
-    """Return the names in `tensors`, the state dict of the saved part of the model, that checkpoints leave out.
-
-    These are the frozen parameters of the base model. Buffers are saved, because training may change them."""
-    if getattr(task, "base_model", None) is None:
-        return set()
-    names = {name for addon in used_addons(task.cfg) for name in addon.names_of_base(model)}
-    kept = persistent_buffers(model).keys()
-    return {name for name in names & tensors.keys() - kept if not getattr(tensors[name], "requires_grad", False)}
-
-
 # ---- the base of a run, and where it is ------------------------------------------------------------------------------
 
 
-def find_base(cfg: RunConfig, weights: str | Path | None, read: bool = True) -> BaseModel | None:
+def find_base(cfg: RunConfig, weights: str | Path | None, read: bool = True) -> BaseModel:
     """Return the base model of a run that begins with the folder `weights`, or with the model that the run file names.
 
-    None: the folder holds the base model beside what was trained on it, as older checkpoints do; so will those of this
-    run. Unless `read`, hashes are left open."""
+    Unless `read`, hashes are left open."""
     if weights is None:
         return _named_base(cfg, read)
     folder = Path(locate(str(weights)))
@@ -108,8 +86,8 @@ def find_base(cfg: RunConfig, weights: str | Path | None, read: bool = True) -> 
     base = read_base(folder)
     if base is not None:
         return base
-    if any(addon.has_trained(folder) for addon in used_addons(cfg)):
-        return None if weight_files(folder) else _named_base(cfg, read)  # of an adapter that another program wrote
+    if adapter_files(folder):  # that another program wrote
+        return _named_base(cfg, read)
     return BaseModel(_as_given(cfg, folder), weights=hash_of_weights(cfg, folder) if read else None)
 
 
@@ -121,30 +99,22 @@ def _named_base(cfg: RunConfig, read: bool) -> BaseModel:
     folder, commit = pretrained_source(cfg)
     if commit:
         return BaseModel(name, commit)
-    refuse_adapter(f"model_name_or_path: {name}", folder)
-    trained_on = read_base(folder)
-    if trained_on is not None and not weight_files(folder):
-        raise UsageError(
-            f"model_name_or_path: {name} holds only what a run trained on {trained_on}: {model_with_base(folder)}; or to train "
-            f"it further, give --init_from {name}"
-        )
+    weights_folder(cfg, None)  # which refuses an adapter
     return BaseModel(name, weights=hash_of_weights(cfg, folder) if read else None)
-
-
-def model_with_base(folder: Path) -> str:
-    """Return what to do for a model with its base, where `folder` of a run leaves that out."""
-    if (folder / CONFIG_OF_ADAPTER).exists():  # final/ of a run with merge: false
-        return "start that run again with --merge true, which merges without training, and give its final/"
-    return "give the run's final/ (with merge: true), where both are one model"
 
 
 def _as_given(cfg: RunConfig, folder: Path) -> str:
     """Return the path of `folder` as the run file gives it: that of a run may have named only the run."""
     for name in (cfg.init_from, cfg.model_name_or_path):
-        located = Path(locate(name)) if name else None
-        if located and (located == folder or located in folder.parents):
-            return str(Path(str(name)) / folder.relative_to(located))
+        if _is_in(folder, name):
+            return str(Path(str(name)) / folder.relative_to(locate(str(name))))
     return str(folder)
+
+
+def _is_in(folder: Path, name: str | None) -> bool:
+    """Return whether `folder` is the one that a field names, or one in that."""
+    located = Path(locate(name)) if name else None
+    return located is not None and (located == folder or located in folder.parents)
 
 
 def holds_base(weights: str | Path | None) -> bool:
@@ -201,6 +171,26 @@ def built_with(task: Any, cfg: RunConfig, new_ids: list[int] | None) -> Iterator
         task.cfg = own
 
 
+def build_base(task: Any, weights: str | Path | None, empty: bool = False) -> torch.nn.Module:
+    """Return what `Task.build` returns, of the base model wherever it is; it becomes `task.base_model`."""
+    if not empty:
+        task.base_model = find_base(task.cfg, weights)
+    elif not hasattr(task, "base_model"):  # a dry run; otherwise rank 0 has sent what it found
+        task.base_model = find_base(task.cfg, weights, read=False)
+    base: BaseModel = task.base_model
+    if empty or (holds_base(weights) and not base.is_random):
+        model = task.build(weights, empty)
+    else:
+        with built_with(task, fields_of_base(task.cfg, base, weights), base.new_ids):
+            model = task.build(None)
+    if base.is_random and not empty:
+        task.base_model = check_random(base, task.saved(model), weights)
+        cast_(model, getattr(torch, task.cfg.dtype))
+    elif not empty:
+        task.base_model = dataclasses.replace(base, new_ids=getattr(task.saved(model), "new_ids", None))
+    return model
+
+
 def check_random(base: BaseModel, model: torch.nn.Module, weights: str | Path | None) -> BaseModel:
     """Return `base`, which are random weights, with their hash; raise UsageError if it has another one.
 
@@ -222,72 +212,69 @@ def cast_(model: torch.nn.Module, dtype: torch.dtype) -> None:
             value.data = value.data.to(dtype)
 
 
-# ---- hashes of weights -----------------------------------------------------------------------------------------------
+# ---- what a run begins with ------------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights of a model folder, as `from_pretrained` chooses them."""
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+def check_start(cfg: RunConfig, weights: Path) -> None:
+    """Raise UsageError if the folder `weights`, a checkpoint or that of init_from, does not fit the run file: it was
+    trained on another base model, or with other new tokens.
+
+    A resumed run that began with `init_from` has the base model that its checkpoint names: that of the run file may be a
+    newer one by now. The commit that a Hub model had is taken again."""
+    base, name = read_base(weights), cfg.model_name_or_path
+    begins = _is_in(weights, cfg.init_from)
+    if begins:
+        _check_added_tokens(cfg, weights)
+    if not name or Path(locate(name)) == weights:  # the second under eval.py
+        return
+    if base is None:
+        if begins and adapter_files(weights):
+            _check_name(name, weights)
+        return
+    is_taken_again = cfg.init_from or base.is_random or (base.commit and base.name == name)
+    if is_taken_again and not begins:
+        return
+    named = find_base(cfg, None)
+    is_merged_with_it = begins and read_base(locate(name)) == base
+    if base.is_same(named) or is_merged_with_it:
+        return
+    fix = "another --output_dir for a new run"
+    if begins:
+        fix = "for a new adapter on a whole model, --model_name_or_path without --init_from"
+    raise UsageError(
+        f"{'init_from' if begins else 'resume'}: {weights} was trained on {base}, but model_name_or_path is {named}: give "
+        f"that model; or {fix}"
+    )
 
 
-def hash_of_weights(cfg: RunConfig, folder: Path) -> str:
-    """Return a hash of the names, dtypes, shapes and values in a model folder, however many files hold them.
-
-    It is read once: the cache keeps the hash until size or time of a file changes. One process of a machine reads."""
-    files = weight_files(folder)
-    if not files:
-        raise UsageError(f"{folder} holds no weights of a model (model*.safetensors)")
-    stats = [(str(path.resolve()), path.stat()) for path in files]
-    key = repr([(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats])
-    target = cache_root(cfg) / "model_hashes" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = read_json(target).get("weights")
-    if known:
-        return known
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a cache that is read-only
-        return _read_hash(files)
-    with exclusive(target, f"reading the weights in {folder}"):
-        value = read_json(target).get("weights") or _read_hash(files)
-        with suppress(OSError):
-            rewrite(target, json.dumps({"weights": value, "folder": str(folder)}))
-    return value
+def _check_name(name: str, weights: Path) -> None:
+    """Raise UsageError if an adapter of another program names another base model than `name`; warn of one in few bits."""
+    trained_on = named_base(weights)
+    if not trained_on or Path(trained_on).name == Path(name).name:
+        return
+    if ROUNDED.sub("", Path(trained_on).name).lower() == Path(name).name.lower():
+        warn(
+            f"init_from: the adapter in {weights} was trained on {trained_on}, which has {name} in few bits: with all bits "
+            "the model differs a little from that"
+        )
+    elif Path(locate(trained_on)) != Path(locate(name)):
+        raise UsageError(
+            f"init_from: the adapter in {weights} was trained on {trained_on}, but model_name_or_path is {name}: give that "
+            "model; if it has the same weights under another name, correct adapter_config.json"
+        )
 
 
-def _read_hash(files: list[Path]) -> str:
-    if files[0].suffix == ".bin":
-        return _combined((path.name, hash_file(path)["xxh3_128"]) for path in files)
-    return _combined(each for path in files for each in _hashes_of_file(path))
-
-
-def _hashes_of_file(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, hash) of each tensor of a safetensors file, in its order."""
-    with open(path, "rb", buffering=0) as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            first, end = entry["data_offsets"]
-            digest = xxhash.xxh3_128(f"{entry['dtype']} {entry['shape']}".encode())
-            file.seek(8 + size + first)
-            while first < end:
-                data = file.read(min(CHUNK, end - first))
-                if not data:
-                    raise UsageError(f"{path} is damaged: it ends before {name} does")
-                digest.update(data)
-                first += len(data)
-            yield name, digest.hexdigest()
-
-
-def hash_of_tensors(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a hash of names, dtypes, shapes and values of tensors in host memory."""
-    hashes = []
-    for name, value in tensors.items():
-        digest = xxhash.xxh3_128(f"{value.dtype} {list(value.shape)}".encode())
-        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-        hashes.append((name, digest.hexdigest()))
-    return _combined(hashes)
-
-
-def _combined(hashes: Iterable[tuple[str, str]]) -> str:
-    return "xxh3:" + xxhash.xxh3_128_hexdigest(json.dumps(sorted(hashes)).encode())
+def _check_added_tokens(cfg: RunConfig, weights: Path) -> None:
+    """Raise UsageError if an adapter has trained rows of other tokens, or in another order, than add_tokens names."""
+    config = read_json(weights / "state.json").get("config")
+    if config is None and (weights / RUN_CONFIG).exists():
+        config = read_yaml(weights / RUN_CONFIG)
+    if config is None or not adapter_files(weights):  # the first of another program
+        return
+    there = config.get("add_tokens") or []
+    if there != cfg.add_tokens:
+        raise UsageError(
+            f"add_tokens: the adapter in {weights} was trained with {' '.join(there) or 'none'}, but this run names "
+            f"{' '.join(cfg.add_tokens) or 'none'}: give the same tokens in the same order; or for a new adapter with further "
+            "ones, the merged final/ of that run as --model_name_or_path instead of --init_from"
+        )
