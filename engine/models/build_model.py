@@ -19,7 +19,6 @@ from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
 from engine.models.config_and_tokenizer import (
     BASE_FILE,
-    CONFIG_OF_ADAPTER,
     config_file,
     experts_per_token,
     load_tokenizer,
@@ -27,7 +26,7 @@ from engine.models.config_and_tokenizer import (
     refuse_adapter,
     refuse_quantized,
 )
-from engine.models.new_tokens import add_rows, config_of_weights, ids_without_rows, new_ids, recorded_as_missing
+from engine.models.new_tokens import ROWS_MISSING, add_rows, config_of_weights, ids_without_rows, new_ids
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _add_rows_of_new_tokens(
     """Give a loaded model the rows of the tokens that the run adds, but those that the folder `weights` has."""
     if not cfg.add_tokens:
         return
-    ids = recorded_as_missing()
+    ids = ROWS_MISSING.get()
     if ids is None:
         ids = _new_ids(cfg, weights)
     model.new_ids = ids  # for who records what its weights lacked
@@ -155,14 +154,12 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
     refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
-    if any(folder.glob("adapter*.safetensors")):  # of an adapter, or of one beside its base model
-        base = read_json(folder / BASE_FILE).get("name", "random weights")
-        fix = "give the run's final/ (with merge: true), where both are one model"
-        if (folder / CONFIG_OF_ADAPTER).exists():  # final/ of a run with merge: false
-            fix = "start that run again with --merge true, which merges without training, and give its final/"
+    if any(folder.glob("adapter*.safetensors")):  # also beside the weights of its base model
+        base = read_json(folder / BASE_FILE).get("name", "its base model")
         raise UsageError(
-            f"{folder} holds only what an add-on has trained on {base}: {fix}; or to train it further, give --init_from and "
-            "that run's field of the add-on (state.json has it)"
+            f"{folder} holds only what an add-on has trained on {base}: give the run's final/, where both are one model (if it "
+            "holds no model, start that run again with --merge true, which merges without training); or to train it further, "
+            "give --init_from and that run's field of the add-on (state.json has it)"
         )
     return folder
 

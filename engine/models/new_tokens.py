@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CHUNK = 4096  # rows of an embedding that are summed in float64 at once
-_MISSING: ContextVar[list[int] | None] = ContextVar("rows_missing", default=None)
+ROWS_MISSING: ContextVar[list[int] | None] = ContextVar("rows_missing", default=None)  # of `rows_missing`
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -68,16 +68,11 @@ def new_ids(tokenizer: Any) -> list[int]:
 def rows_missing(ids: list[int] | None) -> Iterator[None]:
     """Let `build_model` give rows to the new tokens `ids` within, as is recorded of its weights; None: as the tokenizer
     tells."""
-    token = _MISSING.set(ids)
+    token = ROWS_MISSING.set(ids)
     try:
         yield
     finally:
-        _MISSING.reset(token)
-
-
-def recorded_as_missing() -> list[int] | None:
-    """Return the ids of the nearest `rows_missing`."""
-    return _MISSING.get()
+        ROWS_MISSING.reset(token)
 
 
 def ids_without_rows(tokenizer: Any, saved: Any, folder: Path) -> list[int]:

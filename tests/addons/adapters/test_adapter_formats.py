@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,20 +91,24 @@ def test_final_without_merge_weighs_the_adapter(runs):
 
 
 def test_finished_run_merges_later_without_training(runs, base, tmp_path):
-    """It has begun with merge: false, and is started again with merge: true; the second time, final/ stays as it is."""
+    """It has begun with merge: false, and is started again with merge: true, twice, and with merge: false. The mutant: a
+    final/ that stays whatever the run file says."""
     folder = shutil.copytree(runs[False], tmp_path / "alone")
     lines = (folder / "metrics.jsonl").read_text()
-    values = fields(tmp_path, base) | {"merge": True, "output_dir": folder, "per_device_batch_size": 16}
-    written = []
-    for number in range(2):
+    expected = auto_model(runs[True].folder / "final")
+    written = [(folder / "final").stat().st_ino]
+    for number, merge in enumerate((True, True, False)):
+        values = fields(tmp_path, base) | {"merge": merge, "output_dir": folder, "per_device_batch_size": 16}
         codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / f"again{number}")
         assert codes == [0], outputs
+        assert (folder / "metrics.jsonl").read_text() == lines
+        adapter = folder / "final/adapter" if merge else folder / "final"
+        assert torch.allclose(auto_peft(adapter), expected, rtol=0, atol=1e-6)
+        assert (folder / "final/config.json").exists() == merge
+        if merge:
+            assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
         written.append((folder / "final").stat().st_ino)
-    assert written[0] == written[1]
-    assert (folder / "metrics.jsonl").read_text() == lines
-    expected = auto_model(runs[True].folder / "final")
-    assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
-    assert torch.allclose(auto_peft(folder / "final/adapter"), expected, rtol=0, atol=1e-6)
+    assert [one == other for one, other in pairwise(written)] == [False, True, False]
 
 
 def test_both_evaluate_to_the_digits_of_the_run(runs, tmp_path):

@@ -83,14 +83,18 @@ def test_averages_and_optimizer_hold_the_adapter_only(run):
 
 
 def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_path):
-    """Without `peft`, final/ is merged, and a checkpoint is refused; another adapter than the saved one is refused."""
+    """Without `peft`, final/ is merged, and a checkpoint is refused, also with its base model beside the adapter; another
+    adapter than the saved one is refused."""
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     start = {name: config[name] for name in ("model_config", "train_file", "dtype")}
     checkpoint = str(run.folder / "checkpoints" / "step_00000002")
     task, _ = kit.open_data(**start, output_dir=tmp_path)
     task.build_model(str(run.folder / "final"))
-    with pytest.raises(UsageError, match="only what an add-on has trained on random weights"):
-        task.build_model(checkpoint)
+    both = shutil.copytree(checkpoint, tmp_path / "both")
+    shutil.copy2(run.folder / "final" / "model.safetensors", both)
+    for folder in (checkpoint, both):
+        with pytest.raises(UsageError, match="only what an add-on has trained"):
+            task.build_model(str(folder))
     task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
     with pytest.raises(UsageError, match="r 4, but this field says 2"):
         task.build_model(checkpoint)
@@ -201,7 +205,7 @@ def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
     fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
     fields |= {"task": "distillation", "output_dir": tmp_path}
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
-    with pytest.raises(UsageError, match="only what an add-on has trained on random"):
+    with pytest.raises(UsageError, match="only what an add-on has trained"):
         task.build_model()
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
     assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
