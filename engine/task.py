@@ -4,7 +4,6 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
-import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +12,7 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
-from engine.models import base_model
+from engine.config.find_addons import first_answer, used_addons
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,36 +180,16 @@ class Task:
         """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this.
 
         `on_built` is called with the model before that."""
-        model = self.build_base(weights, empty)
+        addons = used_addons(self.cfg)
+        model = first_answer(each.build(self, weights, empty) for each in addons)
+        if model is None:
+            model = self.build(weights, empty)
         if on_built is not None:
             on_built(model)
-        for each in used_addons(self.cfg):
+        for each in addons:
             each.change_built_model(self, model, weights, empty)
         return model
 
-    def build_base(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        """Return what `build` returns. If the folder `weights` leaves out its base model, build that, wherever it is.
-
-        Afterwards `base_model` is the one that checkpoints leave out, None if they hold the whole model."""
-        leaves_out_base = base_model.leaves_out_base(self.cfg)
-        if empty and not hasattr(self, "base_model"):  # a dry run; otherwise rank 0 has sent what it found
-            self.base_model = base_model.find_base(self.cfg, weights, read=False) if leaves_out_base else None
-        if empty:
-            return self.build(weights, empty=True)
-        self.base_model = base_model.find_base(self.cfg, weights) if leaves_out_base else None
-        if self.base_model is None:
-            return self.build(weights)
-        if self.base_model.is_random:
-            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
-                model = self.build(None)
-            self.base_model = base_model.check_random(self.base_model, self.saved(model), weights)
-            base_model.cast_(model, getattr(torch, self.cfg.dtype))
-            return model
-        if base_model.holds_base(weights):
-            model = self.build(weights)
-        else:
-            with base_model.built_with(self, base_model.fields_of_base(self.cfg, self.base_model, weights)):
-                model = self.build(None)
-        new_ids = vars(self.saved(model)).get("new_ids")
-        self.base_model = dataclasses.replace(self.base_model, new_ids=new_ids)
-        return model
+    def left_out(self, model: torch.nn.Module, tensors: dict[str, Any], final: bool = False) -> set[str]:
+        """Return the names in `tensors` of the saved part `model` that a checkpoint leaves out, or final/ if `final`."""
+        return set().union(*(each.left_out(model, tensors, final) for each in used_addons(self.cfg)))

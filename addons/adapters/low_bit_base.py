@@ -8,7 +8,7 @@ Tests: tests/addons/adapters/test_low_bit_base.py.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,27 +64,29 @@ class LowBitBase(Addon):
         return dict.fromkeys(of_transformers, fixed) | {"quantization_config": "give load_in_4bit: true and peft"}
 
     def change_built_model(self, task: Any, model: torch.nn.Module, weights: Any, empty: bool) -> None:
-        """Quantize the linear layers of the part of the model that is trained; of an empty one only their sizes."""
-        quantize(task, task.saved(model), bits=4 if self.load_in_4bit else 8, empty=empty)
+        """Quantize the linear layers of the part of the model that is trained; of an empty one only their sizes.
+
+        The adapter is merged (addons/adapters/peft/merging.py) into the weights that it was trained on, in bfloat16."""
+        bits = 4 if self.load_in_4bit else 8
+        quantize(task, task.saved(model), bits, empty)
+        task.change_base_to_merge = partial(round_weights, task, bits=bits)
+        task.dtype_of_merged = torch.bfloat16
 
     def complete(self, cfg: Any) -> dict[str, Any]:
         """Return that final/ holds the adapter alone, unless the run file says otherwise."""
         return {"merge": False} if getattr(cfg, "merge", True) is None else {}
-
-    def change_base_to_merge(self, task: Any, model: torch.nn.Module) -> torch.dtype:
-        """Round the weights to those that the adapter was trained on; the merged ones are written in bfloat16."""
-        round_weights(task, task.saved(model), bits=4 if self.load_in_4bit else 8)
-        return torch.bfloat16
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan about the bits of the base model."""
         share = f"{task.quantized_weights:,} weights in {self._kind()}, the others in {cfg.dtype}"
         return {"base model": f"{share}; its layers compute in {str(compute_dtype(cfg)).removeprefix('torch.')}"}
 
-    def model_card(self, cfg: Any) -> str:
-        """Return what the model card says about the bits of the base model."""
-        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16." if cfg.merge else ""
-        return f"\nThe base model had {self._kind()} in training and evaluation, by bitsandbytes.{merged}\n"
+    def change_card(self, card: Any, task: Any, model: torch.nn.Module) -> None:
+        """Say how many bits the base model had."""
+        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16." if task.cfg.merge else ""
+        card.paragraphs.append(
+            f"The base model had {self._kind()} in training and evaluation, by bitsandbytes.{merged}"
+        )
 
     def _kind(self) -> str:
         return "4 bits (NF4, double quantization)" if self.load_in_4bit else "8 bits (LLM.int8)"

@@ -17,7 +17,6 @@ from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef
-from engine.models.base_model import tensors_of_base
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.train_state import Run, TrainState
 from engine.storage import verify_hashes
@@ -37,7 +36,7 @@ def collect_tensors(
     model = model_with_loss.model
     saved = model_with_loss.task.saved(model)
     weights = backend.named_weights(saved)
-    left_out = tensors_of_base(model_with_loss.task, saved, weights)
+    left_out = model_with_loss.task.left_out(saved, weights)
     tensors = {"model": {name: value for name, value in weights.items() if name not in left_out}}
     values = {}
     for part, holder in parts.items():

@@ -256,7 +256,7 @@ class Checkpointer:
     def _has_final(self, final: Path) -> bool:
         """Return whether `final` is intact, of the step that it should have, and what the add-ons would write."""
         is_intact = model_folder.is_final_of(self.final_step, final)
-        return is_intact and all(addon.accepts_final(final) for addon in used_addons(self.cfg))
+        return is_intact and model_folder.is_finished_alike(final, self.cfg, self.metadata["config"])
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
         """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""
@@ -269,7 +269,7 @@ class Checkpointer:
                 checkpoint_folder.copy_model(best, temporary)
             if self.is_main:
                 hashes = writer.add_shards(temporary)
-                if model_folder.change_by_addons(temporary, run):
+                if model_folder.finish_by_addons(temporary, run):
                     hashes = {}  # of files that are others now
                 files_of_base.complete_final(temporary, run)
                 step = 0 if self.average else self.final_step

@@ -20,17 +20,14 @@ from engine.config.option import Source, declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.run_config import RunConfig
-from engine.models.base_model import find_base, leaves_out_base, read_base
-from engine.models.config_and_tokenizer import config_file, named_base, refuse_adapter
+from engine.models.config_and_tokenizer import ADAPTER_CONFIG, config_file, refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
-from engine.storage.jsonl import read_json
 from engine.task_registry import OPTIONS
 
 # Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
 ONLY_BY_FLAG = ("trust_remote_code", "cache_dir")
-ROUNDED = re.compile(r"(-unsloth)?-bnb-[48]bit$", re.IGNORECASE)  # in names of models that are published in few bits
 MODEL = ("config.json", verify_hashes.MANIFEST)  # a folder with one of these files holds a model, perhaps a damaged one
 
 
@@ -42,42 +39,12 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
         return None
     folder = Path(locate(cfg.init_from))
     # An adapter that another program wrote is neither a model nor a checkpoint.
-    is_of_addon = not _holds_model(folder) and any(addon.has_trained(folder) for addon in used_addons(cfg))
-    weights = folder if is_of_addon else locate_weights(cfg.init_from, "init_from")
-    _check_base(cfg, weights)
-    _check_added_tokens(cfg, weights)
+    is_adapter = (folder / ADAPTER_CONFIG).exists() and not _holds_model(folder)
+    takes_adapters = any(overrides(addon, Addon.build) for addon in used_addons(cfg))
+    weights = folder if is_adapter and takes_adapters else locate_weights(cfg.init_from, "init_from")
     _check_classes(weights, getattr(task, "labels", None))
     _check_tokens(weights, getattr(task, "tokenizer", None))
     return weights
-
-
-def _check_base(cfg: RunConfig, weights: Path) -> None:
-    """Raise UsageError if what the folder of init_from holds was trained on another base model than the run file names."""
-    base = read_base(weights)
-    name = cfg.model_name_or_path
-    if not name or not leaves_out_base(cfg):
-        return
-    if base is None:
-        trained_on = named_base(weights)
-        same_name = not trained_on or Path(trained_on).name == Path(name).name
-        if not same_name and ROUNDED.sub("", Path(str(trained_on)).name).lower() == Path(name).name.lower():
-            warn(
-                f"init_from: the adapter in {weights} was trained on {trained_on}, which has {name} in few bits: with all bits "
-                "the model differs a little from that"
-            )
-        elif not same_name and Path(locate(trained_on)) != Path(locate(name)):
-            raise UsageError(
-                f"init_from: the adapter in {weights} was trained on {trained_on}, but model_name_or_path is {name}: give that "
-                "model; if it has the same weights under another name, correct adapter_config.json"
-            )
-        return
-    named = find_base(cfg, None)
-    is_merged_with_it = read_base(locate(name)) == base
-    if named is not None and not base.is_same(named) and not is_merged_with_it:
-        raise UsageError(
-            f"init_from: {weights} was trained on {base}, but model_name_or_path is {named}: give that model; or for a new "
-            f"adapter on a whole model, --model_name_or_path without --init_from"
-        )
 
 
 def _check_classes(weights: Path, labels: list[str] | None) -> None:
@@ -91,24 +58,6 @@ def _check_classes(weights: Path, labels: list[str] | None) -> None:
     if {*of_model} & {*labels}:
         raise UsageError(f"{text}give the data these classes in this order, as ClassLabels")
     warn(f"{text}the output of each class begins with the weights of the class at its place")
-
-
-def _check_added_tokens(cfg: RunConfig, weights: Path) -> None:
-    """Raise UsageError if an add-on has trained rows of other tokens, or in another order, than add_tokens names."""
-    if not any(addon.has_trained(weights) for addon in used_addons(cfg)):
-        return
-    config = read_json(weights / "state.json").get("config")
-    if config is None and (weights / RUN_CONFIG).exists():
-        config = read_yaml(weights / RUN_CONFIG)
-    if config is None:  # of another program
-        return
-    there = config.get("add_tokens") or []
-    if there != cfg.add_tokens:
-        raise UsageError(
-            f"add_tokens: the adapter in {weights} was trained with {' '.join(there) or 'none'}, but this run names "
-            f"{' '.join(cfg.add_tokens) or 'none'}: give the same tokens in the same order; or for a new adapter with further "
-            "ones, the merged final/ of that run as --model_name_or_path instead of --init_from"
-        )
 
 
 def _check_tokens(weights: Path, tokenizer: Any) -> None:

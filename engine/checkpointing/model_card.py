@@ -3,17 +3,16 @@
 Tests: tests/engine/checkpointing/test_model_card.py.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.checkpointing.tensor_files import weights_sha256
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import used_addons
 from engine.config.redact import redact_all
-from engine.models.base_model import BaseModel
 from engine.rows.chat_options import PROMPT
 from engine.rows.prepared_split import counted_rows
 from engine.run.train_state import Run
@@ -32,46 +31,64 @@ OPTIONS = ("preference_loss", "beta")  # on which the numbers of an evaluation d
 PACKAGES = ("transformers", "torch", "accelerate", "datasets")
 
 
+@dataclass
+class Card:
+    """What add-ons may change of a model card."""
+
+    paragraphs: list[str]
+    code: list[str]  # lines of Python that load the model; the first one imports its library
+    base: str | None  # the model that training began with
+    commit: str | None  # of it, if it is of the Hub
+    weights: str | None = None  # their hash, if it is a folder
+
+
 def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) -> None:
     """Write README.md of a complete final/, and the run's configuration, which eval.py reads.
 
     The evaluation of step `evaluated` is that of its weights; 0: there is none. `best`: a sentence about the best step."""
     cfg, task = run.cfg, run.task
-    base, name = getattr(task, "base_model", None), cfg.model_name_or_path
-    base = base or BaseModel(name, hub.records.get(f"model {name}@{cfg.model_revision}", {}).get("commit"))
+    name, model = cfg.model_name_or_path, task.saved(run.model.model)
+    commit = hub.records.get(f"model {name}@{cfg.model_revision}", {}).get("commit")
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(public_name(source) for source in sources if source)
     start = f"Fine-tuned from {public_name(name)}" if name else "Trained from random weights"
-    parts = [
+    first = (
         f"{start} on {data}; task `{cfg.task}`, seed {cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the "
-        "configuration.",
-        *(addon.model_card(cfg).strip() for addon in used_addons(cfg)),
-    ]
-    if base.name and (base.commit or base.weights):
-        version = f"commit {base.commit}" if base.commit else f"weights {base.weights}"
-        parts.append(f"Its base model is {public_name(base.name)}, {version}.")
+        "configuration."
+    )
+    kind = type(model)
+    code = [f"from transformers import {kind.__name__}"]
+    code.append(f'model = {kind.__name__}.from_pretrained(".")  # this folder, or its name')
+    card = Card([first], code, name, commit)
+    for addon in used_addons(cfg):
+        addon.change_card(card, task, model)
+    parts = card.paragraphs
+    if card.base and (card.commit or card.weights):
+        version = f"commit {card.commit}" if card.commit else f"weights {card.weights}"
+        parts.append(f"Its base model is {public_name(card.base)}, {version}.")
     if best:
         parts.append(f"{best[0].upper()}{best[1:]}.")
     prompt = task.plan_rows(task.reads_chats).get(PROMPT)
     if prompt:
         parts.append(f"In training, {PROMPT} `{prompt}`.")
-    for kind, (_, number) in counted_rows(run.datasets["train"]):
-        parts.append(f"{number:,} {kind}.")
+    for rows_of, (_, number) in counted_rows(run.datasets["train"]):
+        parts.append(f"{number:,} {rows_of}.")
     lines = lines_from_end(Path(cfg.output_dir, "metrics.jsonl")) if evaluated else ()
     numbers = next((line for _, line in lines if line.get("kind") == "eval" and line["step"] == evaluated), {})
     rows = {option: config[option] for option in OPTIONS if config.get(option) is not None}
     rows |= {metric: value for metric, value in numbers.items() if metric != "kind"}
     if rows:
         parts.append("\n".join(["| last evaluation | |", "|---|---|", *(f"| {key} | {rows[key]} |" for key in rows)]))
-    front = {"base_model": base.name if base.commit else None, "tags": [cfg.task]}
+    front = {"base_model": card.base if card.commit else None, "tags": [cfg.task]}
     front["datasets"] = sorted({key.split()[1].partition("@")[0] for key in hub.records if key.startswith("dataset ")})
-    kind = type(task.saved(run.model.model))
     if kind.__module__.startswith("transformers."):
-        code = _loading_lines(task, task.saved(run.model.model))
-        front["library_name"] = code[0].split()[1]
+        front["library_name"] = card.code[0].split()[1]
         found = [pipeline for end, pipeline in PIPELINES.items() if kind.__name__.endswith(end)]
         front["pipeline_tag"] = task.pipeline_tag or (found[0] if found else None)
-        parts.append("\n".join(["```python", *code, "```"]))
+        if getattr(task, "tokenizer", None) is not None:
+            card.code.insert(1, "from transformers import AutoTokenizer")
+            card.code.append('tokenizer = AutoTokenizer.from_pretrained(".")')
+        parts.append("\n".join(["```python", *card.code, "```"]))
     versions = read_json(Path(cfg.output_dir, "environment.json")).get("versions", {})
     parts.append(", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions))
     head = yaml.safe_dump({key: value for key, value in front.items() if value}, allow_unicode=True)
@@ -85,20 +102,6 @@ def add_hash(folder: Path) -> None:
     """Add the SHA-256 of the weights of a complete final/, which may be an average or merged, to its model card."""
     with (folder / "README.md").open("a", encoding="utf-8") as card:
         card.write(f"\nSHA-256 of these weights: {weights_sha256(folder)}\n")
-
-
-def _loading_lines(task: Any, model: Any) -> list[str]:
-    """Return lines of Python that load the model, and its tokenizer; the first one names the library."""
-    name = type(model).__name__
-    of_addon = first_answer(addon.loading_lines(model) for addon in used_addons(task.cfg))
-    lines = of_addon or [
-        f"from transformers import {name}",
-        f'model = {name}.from_pretrained(".")  # this folder, or its name',
-    ]
-    if getattr(task, "tokenizer", None) is not None:
-        lines = [lines[0], "from transformers import AutoTokenizer", *lines[1:]]
-        lines.append('tokenizer = AutoTokenizer.from_pretrained(".")')
-    return lines
 
 
 def public_name(source: str) -> str:

@@ -12,7 +12,10 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
+from engine.config.addon import Addon, overrides
 from engine.config.find_addons import used_addons
+from engine.config.paths import read_yaml
+from engine.config.redact import redact_all
 from engine.config.run_config import RunConfig
 from engine.models.generation import name_end_of_turn
 from engine.process import private_apis
@@ -31,16 +34,14 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     task = model_with_loss.task
     model = task.saved(model_with_loss.model)
     file = folder / file_name("model", rank, world)
-    base = getattr(task, "base_model", None)
     if task.reads_chats:
         name_end_of_turn(model, task)
-    if base is not None:
-        base.write(folder)  # before the add-ons write what they have trained
+    left: Tensors | None = tensors
     for addon in used_addons(task.cfg):
-        tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
-    tensors = task.write_files(folder, tensors, rank)
+        left = None if left is None else addon.save(task, model, left, folder, rank, world)
+    tensors = task.write_files(folder, left or {}, rank)
     own_files = {*folder.iterdir()} if rank > 0 else set()
-    if base is not None:
+    if left is None:
         _write_without_weights(task, model, folder)
     elif not hasattr(model, "save_pretrained"):
         if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
@@ -77,7 +78,7 @@ def _write_tokenizer(task: Any, folder: Path) -> None:
 
 
 def _write_without_weights(task: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the configuration of a model of which add-ons have written what is trained."""
+    """Write the configuration of a model, if add-ons have written all of it that is saved."""
     if not hasattr(model, "save_pretrained"):
         _write_config(task, model, folder)
         return
@@ -140,7 +141,18 @@ def is_final_of(step: int, folder: Path) -> bool:
     return verify_hashes.read_metadata(folder).get("step") == step and not verify_hashes.verify(folder)
 
 
-def change_by_addons(folder: Path, run: Run) -> bool:
+def finish_by_addons(folder: Path, run: Run) -> bool:
     """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
-    changes = [addon.change_final_model(folder, run.task) for addon in used_addons(run.cfg)]  # each is called
+    changes = [addon.finish(run.task, folder) for addon in used_addons(run.cfg)]  # each is called
     return any(changes)
+
+
+def is_finished_alike(folder: Path, cfg: RunConfig, config: dict) -> bool:
+    """Return whether final/ was written with the values in `config` of all fields of the add-ons that finish it."""
+    written = read_yaml(folder / RUN_CONFIG)
+    names: set[str] = set()
+    for addon in used_addons(cfg):
+        if overrides(addon, Addon.finish):
+            names |= vars(addon).keys()
+    now = redact_all(config)
+    return all(written.get(name) == now.get(name) for name in names)

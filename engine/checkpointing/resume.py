@@ -19,7 +19,6 @@ from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
-from engine.models.base_model import find_base, read_base
 from engine.process import run_lock, run_status
 from engine.run.train_state import Run, TrainState
 from engine.storage import atomic_folder, jsonl, verify_hashes
@@ -84,7 +83,6 @@ def find_checkpoint(
         errors = verify_hashes.verify(checkpoint)
         if not errors:
             notes += check_same_run(checkpoint, cfg, options, current, has_same_rates)
-            _check_same_base(checkpoint, cfg)
             return checkpoint, notes
         notes.append(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
     if candidates:
@@ -92,26 +90,6 @@ def find_checkpoint(
             f"resume: no checkpoint is intact: {'; '.join(notes)}. Restore one, or start over with --resume never"
         )
     return None, []
-
-
-def _check_same_base(checkpoint: Path, cfg: RunConfig) -> None:
-    """Raise UsageError if a checkpoint leaves out its base model, and the run file names another one.
-
-    A run that began with `init_from` has the base model that its checkpoint names: that folder may hold a newer model
-    by now. The commit that a Hub model had is taken again."""
-    saved = read_base(checkpoint)
-    if saved is None or cfg.init_from:
-        return
-    if saved.commit and saved.name == cfg.model_name_or_path:
-        return
-    named = find_base(cfg, None)
-    if named is None or saved.is_random:  # the fields of random weights are compared, and their values when drawn
-        return
-    if not named.is_same(saved):
-        raise UsageError(
-            f"resume: {checkpoint} holds no base model, and was trained on {saved}, but this run names {named}: give the first "
-            "one as --model_name_or_path, or another --output_dir for a new run"
-        )
 
 
 def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:

@@ -92,6 +92,10 @@ class Addon:
     def change_config(self, cfg: Any, config: Any) -> None:
         """Change the config of a model of transformers when it was read."""
 
+    def build(self, task: Any, weights: Any, empty: bool) -> Any:
+        """Return the model in place of `Task.build`, if the folder `weights` of a run may lack a part of it; None: as the
+        task builds it."""
+
     def change_built_model(self, task: Any, model: Any, weights: Any, empty: bool) -> None:
         """Change the model in place after a task has built it; the arguments are those of `Task.build`."""
 
@@ -100,45 +104,25 @@ class Addon:
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def names_of_base(self, model: Any) -> "Iterable[str]":
-        """Return the names of the tensors of `model` that belong to a base model, which the run file names: checkpoints
-        leave out the frozen ones and hold the identity of the base model instead. An add-on that defines this defines
-        `write_own_tensors` and `has_trained`, too."""
-        return ()
+    def left_out(self, model: Any, tensors: dict[str, Any], final: bool) -> set[str]:
+        """Return the names in `tensors`, of the saved part `model`, that a checkpoint, or final/ if `final`, leaves out: they
+        are elsewhere. An add-on that defines this defines `build` and `save`, too."""
+        return set()
 
-    def has_trained(self, folder: "Path") -> bool:
-        """Return whether a folder holds what the add-on has trained, on a base model that may be elsewhere."""
-        return False
-
-    def writes_base(self) -> bool:
-        """Return whether final/ holds a whole model, if checkpoints leave out the base model."""
-        return True
-
-    def write_own_tensors(
-        self, model: Any, tensors: dict[str, Any], folder: "Path", rank: int, world: int
-    ) -> dict[str, Any]:
-        """Write the add-on's tensors to files of their own when a model is saved; return the others, by the names of the
-        task's model. `rank` of the `world` processes that write."""
+    def save(
+        self, task: Any, model: Any, tensors: dict[str, Any], folder: "Path", rank: int, world: int
+    ) -> dict[str, Any] | None:
+        """Write files of the add-on's own when a model is saved; return the tensors that are left to be written as its
+        weights, None: it is saved without. `rank` of the `world` processes that write."""
         return tensors
 
-    def change_base_to_merge(self, task: Any, model: Any) -> Any:
-        """Change the base model, as the task has built it, before another add-on merges an adapter into it; return the
-        dtype of the merged weights, None: that of the base model."""
-
-    def change_final_model(self, folder: "Path", task: Any) -> bool:
-        """Change the files of final/ when it is complete, before it gets its name; return whether it has done so."""
+    def finish(self, task: Any, folder: "Path") -> bool:
+        """Change the files of final/ when it is complete, before it gets its name; return whether it has done so. A run that
+        is started again with other fields of the add-on writes final/ again."""
         return False
 
-    def accepts_final(self, folder: "Path") -> bool:
-        """Return whether an intact final/ of an earlier start is what this run file asks for; else it is written anew."""
-        return True
-
-    def model_card(self, cfg: Any) -> str:
-        """Return a paragraph for the model card of final/."""
-        return ""
-
-    def loading_lines(self, model: Any) -> list[str] | None:
-        """Return lines of Python that load the model of final/ and import its library first; None: as a whole model."""
+    def change_card(self, card: Any, task: Any, model: Any) -> None:
+        """Change what the model card of final/ says, a Card (engine/checkpointing/model_card.py)."""
 
     def final_is_written(self, cfg: Any) -> str:
         """Use final/, on the main process at the end of a run; return a line to print."""

@@ -68,7 +68,7 @@ class FSDP2(Backend):
             nonlocal model
             model = build(task, weights, lambda built: structures.append(structure_of(built)))
             structures.append(structure_of(model))
-            names = ("base_model", *getattr(task, "attributes_from_weights", ()))
+            names = getattr(task, "attributes_from_weights", ())
             attributes = {name: getattr(task, name) for name in names if hasattr(task, name)}
             return attributes, structures
 

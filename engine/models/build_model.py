@@ -4,7 +4,6 @@ Tests: tests/engine/models/test_loading.py, tests/engine/models/test_plain_model
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,8 @@ from engine.config.find_addons import used_addons
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
-from engine.models.base_model import leaves_out_base, model_with_base, read_base, weight_files
 from engine.models.config_and_tokenizer import (
+    BASE_FILE,
     config_file,
     experts_per_token,
     load_tokenizer,
@@ -27,7 +26,7 @@ from engine.models.config_and_tokenizer import (
     refuse_adapter,
     refuse_quantized,
 )
-from engine.models.new_tokens import add_rows, config_of_weights, ids_without_rows, new_ids
+from engine.models.new_tokens import ROWS_MISSING, add_rows, config_of_weights, ids_without_rows, new_ids
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
@@ -98,10 +97,10 @@ def _add_rows_of_new_tokens(
     """Give a loaded model the rows of the tokens that the run adds, but those that the folder `weights` has."""
     if not cfg.add_tokens:
         return
-    ids = vars(cfg).get("new_ids")
+    ids = ROWS_MISSING.get()
     if ids is None:
         ids = _new_ids(cfg, weights)
-    vars(model)["new_ids"] = ids
+    model.new_ids = ids  # for who records what its weights lacked
     if ids:
         add_rows(model, config.get_text_config().vocab_size, ids)
 
@@ -140,7 +139,8 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 
     Not if an add-on trains weights of its own instead, or if the optimizer rounds at random, which loses nothing."""
     rounds_at_random = (cfg.optim_args or {}).get("bf16_stochastic_round")
-    if cfg.dtype == "bfloat16" and not leaves_out_base(cfg) and not rounds_at_random:
+    trains_others = any(overrides(addon, Addon.left_out) for addon in used_addons(cfg))
+    if cfg.dtype == "bfloat16" and not trains_others and not rounds_at_random:
         warn(
             "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
             "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
@@ -150,36 +150,18 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 
 def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base model
-    without what an add-on of its run has trained.
-
-    Only `weights`, a model of a run, are loaded with the tensors of its add-ons."""
+    without what an add-on of its run has trained."""
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
     refuse_adapter(str(folder), folder)
     refuse_quantized(str(folder), read_json(folder / "config.json"))
-    fix = (
-        f"{model_with_base(folder)}; or to train them further, give --init_from and that run's field of the add-on "
-        "(state.json has it)"
-    )
-    base = read_base(folder)
-    if base and not weight_files(folder):
-        raise UsageError(f"{folder} holds only what an add-on has trained on {base}: {fix}")
-    writes_tensors = any(overrides(each, Addon.write_own_tensors) for each in used_addons(cfg))
-    is_loaded = weights is not None and writes_tensors
-    files = tensors_of_addons(folder)
-    if files and not is_loaded:
+    if any(folder.glob("adapter*.safetensors")):  # also beside the weights of its base model
+        base = read_json(folder / BASE_FILE).get("name", "its base model")
         raise UsageError(
-            f"{folder} holds a base model and, beside it, {files[0].name} of an add-on that its run used: {fix}"
+            f"{folder} holds only what an add-on has trained on {base}: give the run's final/, where both are one model (if it "
+            "holds no model, start that run again with --merge true, which merges without training); or to train it further, "
+            "give --init_from and that run's field of the add-on (state.json has it)"
         )
     return folder
-
-
-def tensors_of_addons(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that an add-on wrote, such as an adapter; none for any other folder."""
-    parts = read_json(folder / "state.json").get("numbers")
-    if not isinstance(parts, dict):
-        return []
-    known = re.compile(rf"({'|'.join(map(re.escape, ['model', *parts]))})(-\d+-of-\d+)?\.safetensors")
-    return sorted(path for path in folder.glob("*.safetensors") if not known.fullmatch(path.name))
 
 
 # ---- any nn.Module: a task calls these in `load` and `build` if its model has no `save_pretrained` --------------------

@@ -36,6 +36,7 @@ TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 # model; beside config.json, from_pretrained would want weights instead of adding the adapter to its base model.
 BASE_FILE = "base_model.json"
 CONFIG_OF_ADAPTER = "model_config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of the package peft
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -150,7 +151,7 @@ def refuse_adapter(source: str, folder: Path) -> None:
     """Raise UsageError for a folder with an adapter of peft: transformers would add it, but only if peft is installed.
 
     Allow the final/ of a run, which says by itself what its base model is."""
-    if not (folder / "adapter_config.json").exists() or (folder / CONFIG_OF_ADAPTER).exists():
+    if not (folder / ADAPTER_CONFIG).exists() or (folder / CONFIG_OF_ADAPTER).exists():
         return
     if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         raise UsageError(
@@ -167,7 +168,7 @@ def refuse_adapter(source: str, folder: Path) -> None:
 
 def named_base(folder: Path) -> str | None:
     """Return the name of the base model that adapter_config.json has, if there is one."""
-    return read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    return read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
 
 
 def refuse_quantized(source: str, config: dict[str, Any]) -> None:

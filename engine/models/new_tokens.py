@@ -4,6 +4,9 @@ Tests: tests/engine/models/test_new_tokens.py.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +14,13 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError, warn
-from engine.config.run_config import RunConfig
 from engine.storage.jsonl import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CHUNK = 4096  # rows of an embedding that are summed in float64 at once
+ROWS_MISSING: ContextVar[list[int] | None] = ContextVar("rows_missing", default=None)  # of `rows_missing`
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -61,11 +64,15 @@ def new_ids(tokenizer: Any) -> list[int]:
     return list(getattr(tokenizer, "new_ids", ()))
 
 
-def with_new_ids(cfg: RunConfig, ids: list[int] | None) -> RunConfig:
-    """Return a run file with which `build_model` gives rows to the new tokens `ids`; None: it asks the tokenizer for them."""
-    cfg = copy.copy(cfg)
-    vars(cfg)["new_ids"] = ids
-    return cfg
+@contextmanager
+def rows_missing(ids: list[int] | None) -> Iterator[None]:
+    """Let `build_model` give rows to the new tokens `ids` within, as is recorded of its weights; None: as the tokenizer
+    tells."""
+    token = ROWS_MISSING.set(ids)
+    try:
+        yield
+    finally:
+        ROWS_MISSING.reset(token)
 
 
 def ids_without_rows(tokenizer: Any, saved: Any, folder: Path) -> list[int]:

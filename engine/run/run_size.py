@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from engine.config.errors import warn
-from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
-from engine.models.base_model import tensors_of_base
 from engine.run import memory
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.techniques import Techniques
@@ -74,7 +72,7 @@ def _checkpoint_bytes(cfg: RunConfig, model: ModelWithLoss, trainable: int, copi
     saved = model.task.saved(model.model)  # without a frozen teacher
     weights, trained = memory.count_bytes(saved)
     parameters = dict(saved.named_parameters())
-    left_out = tensors_of_base(model.task, saved, parameters)
+    left_out = model.task.left_out(saved, parameters)
     weights -= sum(parameters[name].nbytes for name in left_out)
     width = getattr(torch, cfg.dtype).itemsize
     return weights + memory.moment_bytes(cfg, trainable, trained) + copies * max(width, 4) * trainable
@@ -86,7 +84,7 @@ def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
     weights, trained = memory.count_bytes(saved)
     if memory.bytes_of_scales(saved):  # a base in few bits is merged in 16
         weights = 2 * memory.count_parameters(saved)[0]
-    return weights if all(addon.writes_base() for addon in used_addons(cfg)) else trained
+    return trained if model.task.left_out(saved, dict(saved.named_parameters()), final=True) else weights
 
 
 def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:

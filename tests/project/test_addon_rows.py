@@ -1,10 +1,11 @@
-"""addons/README.md: a row for each add-on, with what it costs and the tests that it has."""
+"""addons/README.md: a row for each add-on, with what it costs and the tests that it has; a row for each hook, with its users."""
 
 import re
 
 import pytest
 
-from engine.config.find_addons import ADDONS, addon_names
+from engine.config.addon import Addon
+from engine.config.find_addons import ADDONS, addon_names, addons_with_fields
 from tests.helpers import kit
 
 if not ADDONS.exists():
@@ -55,3 +56,36 @@ def test_mutants_of_the_table_are_caught():
     moved = table | {some: [table[some][0], "`tests/addons/tools/test_gone.py`"]}
     assert differences(moved, here) == [f"{some}: tests/addons/tools/test_gone.py missing"]
     assert differences(table | {some: ["", "none"]}, here) == [f"{some}: its tests missing"]
+
+
+# ---- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def users_of_hooks() -> dict[str, set[str]]:
+    """Return {name in Addon: add-ons that define it}."""
+    paths = {cls: cls.__module__.removeprefix("addons.").replace(".", "/") for cls in addons_with_fields()}
+    hooks = [name for name in vars(Addon) if not name.startswith("_")]
+    return {hook: {path for cls, path in paths.items() if hook in vars(cls)} for hook in hooks}
+
+
+def errors_of_hooks(page: str, users: dict[str, set[str]]) -> list[str]:
+    """Return hooks with other users than in their row, those with one user and no reason, and rows without a hook."""
+    table = page.partition("\n| hook | ")[2].partition("\n\n")[0]
+    rows_of_hooks = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*?) ?\|$", table, re.M)
+    here = {cls.__module__.removeprefix("addons.").replace(".", "/") for cls in addons_with_fields()}
+    found = sorted(users.keys() - {hook for hook, *_ in rows_of_hooks})
+    for hook, cell, reason in rows_of_hooks:
+        names = set(re.findall(r"`([\w/]+)`", cell))  # a copy may have left out some of them
+        if names & here != users.get(hook) or (len(names) == 1 and not reason):
+            found.append(hook)
+    return found
+
+
+def test_rows_of_hooks_are_those_of_the_code():
+    """The mutants: another user, a hook without a row, one without a reason, a row without a hook."""
+    page, users = (ADDONS / "README.md").read_text(), users_of_hooks()
+    assert errors_of_hooks(page, users) == []
+    assert errors_of_hooks(page, users | {"save": {"tasks/reward"}}) == ["save"]
+    assert errors_of_hooks(page, users | {"other": set()}) == ["other"]
+    assert errors_of_hooks(re.sub(r"(\| `finish` \| .*? \|) .* \|", r"\1 |", page), users) == ["finish"]
+    assert errors_of_hooks(page, {hook: them for hook, them in users.items() if hook != "finish"}) == ["finish"]

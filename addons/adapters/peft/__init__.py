@@ -1,7 +1,7 @@
 """Adapters (LoRA and others of the package peft) around any model: the field `peft`.
 
 A checkpoint holds what is trained (adapter.safetensors) and the identity of the base model, but no weight of that
-(engine/models/base_model.py). Tests: tests/addons/adapters/.
+(base_model.py). Tests: tests/addons/adapters/.
 """
 
 import copy
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from addons.adapters.peft.files import ADAPTER, CONFIG_FILE, adapter_files
+from addons.adapters.peft.base_model import build_base, check_start
+from addons.adapters.peft.files import ADAPTER, CONFIG_FILE, adapter_files, tensors_of_base
 from addons.adapters.peft.injection import add_adapter
 from addons.adapters.peft.merging import check_can_merge, write_adapter_alone, write_merged
 from addons.adapters.peft.options import UNMERGEABLE_TYPES, read_options
@@ -22,7 +23,6 @@ from engine.config.addon import Addon
 from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.config.paths import locate
-from engine.models.base_model import read_base
 from engine.models.config_and_tokenizer import named_base
 from engine.storage.jsonl import read_json
 
@@ -76,6 +76,13 @@ class Peft(Addon):
         fix = "give peft: {type: lora, r: 8, lora_alpha: 16, target: [q_proj, v_proj]} (docs/techniques.md, Adapters)"
         return dict.fromkeys(NAMES_ELSEWHERE, fix)
 
+    def build(self, task: Any, weights: str | Path | None, empty: bool) -> torch.nn.Module:
+        """Return the base model, wherever it is."""
+        if weights and not empty:
+            check_start(task.cfg, Path(locate(str(weights))))
+        task.attributes_from_weights = (*type(task).attributes_from_weights, "base_model")
+        return build_base(task, weights, empty)
+
     def change_built_model(self, task: Any, model: Any, weights: str | Path | None, empty: bool) -> None:
         """Inject the adapter into the part of the model that is trained."""
         add_adapter(task, model, weights, empty)
@@ -93,76 +100,58 @@ class Peft(Addon):
         base = cfg.init_from or cfg.model_name_or_path or "random weights"
         return {"adapter": f"that of {folder}, trained further" if folder else f"a new one, on {base}"}
 
-    def names_of_base(self, model: torch.nn.Module) -> set[str]:
-        """Return the names that the tensors of the base model have below the adapter; none if it is merged."""
-        return set(vars(model).get("base_names", ()))
+    def left_out(self, model: torch.nn.Module, tensors: dict[str, Any], final: bool) -> set[str]:
+        """Return the names of the base model's tensors, unless final/ holds the merged model."""
+        return set() if final and self._merges() else tensors_of_base(model, tensors)
 
-    def has_trained(self, folder: Path) -> bool:
-        """Return whether a checkpoint or final/ has an adapter."""
-        return bool(adapter_files(folder))
-
-    def write_own_tensors(
-        self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
-    ) -> dict[str, torch.Tensor]:
-        """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names.
-
-        If checkpoints leave out the base model, all `tensors` are trained or changed by training: write them."""
+    def save(
+        self, task: Any, model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+    ) -> dict[str, torch.Tensor] | None:
+        """Write the adapter to adapter.safetensors, and which base model it is on. All `tensors` are trained or changed by
+        training, unless the adapter is merged: then return them."""
         if "base_names" not in vars(model):
-            return tensors  # the adapter is merged
-        base: dict[str, str] = vars(model)["base_names"]
-        if read_base(folder) is not None:
-            base = {}
-        adapter = {name: value for name, value in tensors.items() if name not in base}
-        if adapter or world == 1:
-            write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
-        return {base[name]: value for name, value in tensors.items() if name in base}
-
-    def writes_base(self) -> bool:
-        """Return whether final/ holds the merged model."""
-        return self._merges()
+            return tensors
+        task.base_model.write(folder)
+        if tensors or world == 1:
+            write_tensors(tensors, folder / file_name(ADAPTER, rank, world))
+        return None
 
     def _merges(self) -> bool:
         return self.merge is not False
 
-    def accepts_final(self, folder: Path) -> bool:
-        """Return whether final/ holds the merged model, if this run file asks for it: an earlier start may have said
-        merge: false. Then it is merged now, without training."""
-        return not (self._merges() and (folder / CONFIG_FILE).exists())
-
-    def change_final_model(self, folder: Path, task: Any) -> bool:
+    def finish(self, task: Any, folder: Path) -> bool:
         """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft; or with merge: false,
         write the adapter alone, in the format of peft.
 
         Costs the memory of one more model on the host."""
         task = copy.copy(task)  # building a model sets attributes of its task
-        if self._merges() or read_base(folder) is None:
+        if self._merges():
             write_merged(task, folder)
         else:
             write_adapter_alone(task, folder)
         return True
 
-    def loading_lines(self, model: Any) -> list[str] | None:
-        """Return what loads an adapter alone, as the model card says it. peft asks how many labels there are."""
+    def change_card(self, card: Any, task: Any, model: Any) -> None:
+        """Say what the adapter is and on which base model; if it is alone, how it is loaded: peft asks how many labels there
+        are."""
+        base = task.base_model
+        card.base, card.commit, card.weights = base.name, base.commit, base.weights
+        options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
         if self._merges():
-            return None
+            card.paragraphs.append(
+                f"Trained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
+                "`PeftModel.from_pretrained`, an exact evaluation, and further training."
+            )
+            return
+        card.paragraphs.append(
+            f"An adapter ({options}) without its base model: `AutoPeftModelForCausalLM.from_pretrained` of the package peft, "
+            "or the class of its task, loads both."
+        )
         name = type(model).__name__
         end = next((end for end in LOADED_BY_PEFT if name.endswith(end)), "")
         labels = f", num_labels={model.config.num_labels}" if "Classification" in end else ""
         loader = f"AutoPeftModel{end}"
-        return [
+        card.code[:] = [
             f"from peft import {loader}",
             f'model = {loader}.from_pretrained("."{labels})  # this folder, or its name',
         ]
-
-    def model_card(self, cfg: Any) -> str:
-        """Return the paragraph of the model card about the adapter."""
-        options = ", ".join(f"{name} {value}" for name, value in (self.peft or {}).items())
-        if not self._merges():
-            return (
-                f"\nAn adapter ({options}) without its base model: `AutoPeftModelForCausalLM.from_pretrained` of the package peft, "
-                "or the class of its task, loads both.\n"
-            )
-        return (
-            f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
-            "`PeftModel.from_pretrained`, an exact evaluation, and further training.\n"
-        )

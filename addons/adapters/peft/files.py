@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from addons.adapters.peft.options import read_options
 from engine.config.errors import UsageError
-from engine.models.base_model import tensors_of_base
+from engine.distributed.running_statistics import persistent_buffers
 from engine.models.config_and_tokenizer import BASE_FILE
 from engine.storage.jsonl import read_json
 
@@ -66,7 +66,7 @@ def _names_in_peft(model: torch.nn.Module, trained: Iterable[str]) -> dict[str, 
 
 @torch.no_grad()
 def load_adapter(task: Any, model: torch.nn.Module, folder: Path, config: Any) -> None:
-    """Copy the tensors of an adapter into the model. In an older final/, the unmerged weights are among them."""
+    """Copy the tensors of an adapter into the model."""
     _check_options(folder, config)
     _check_rows(folder, config)
     state = model.state_dict(keep_vars=True)
@@ -74,7 +74,7 @@ def load_adapter(task: Any, model: torch.nn.Module, folder: Path, config: Any) -
     stored = {name: value for path in files for name, value in load_file(path).items()}
     if files[0].name == WEIGHTS_FILE:
         stored = {PREFIX + name.removeprefix(PREFIX): value for name, value in stored.items()}
-        names = {other: name for name, other in _names_in_peft(model, trained_tensors(task, model)).items()}
+        names = {other: name for name, other in _names_in_peft(model, trained_tensors(model)).items()}
         stored = {names.get(name, name): value for name, value in stored.items()}
     missing = state.keys() - vars(model)["base_names"].keys() - stored.keys()
     other = [name for name, value in stored.items() if name not in state or state[name].shape != value.shape]
@@ -142,15 +142,19 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(plain)
 
 
-def trained_tensors(task: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds of an adapted model, by name: all but the base model.
+def tensors_of_base(model: torch.nn.Module, tensors: dict[str, Any]) -> set[str]:
+    """Return the names in `tensors`, the state dict of the saved part of the model, that checkpoints leave out.
 
-    If the base model is nowhere else (older checkpoints), this includes what merging would change of it."""
+    These are the frozen parameters of the base model. Buffers are saved, because training may change them. If the adapter
+    is merged, there are none."""
+    names = vars(model).get("base_names", {}).keys() - persistent_buffers(model).keys()
+    return {name for name in names & tensors.keys() if not getattr(tensors[name], "requires_grad", False)}
+
+
+def trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds of an adapted model, by name: all but the base model."""
     state = model.state_dict(keep_vars=True)
-    left_out = tensors_of_base(task, model, state)
-    if not left_out:
-        names = vars(model)["base_names"]
-        left_out = {name for name in state if names.get(name) == name}
+    left_out = tensors_of_base(model, state)
     return {name: value.detach() for name, value in state.items() if name not in left_out}
 
 

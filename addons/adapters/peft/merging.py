@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from addons.adapters.peft.base_model import build_base
 from addons.adapters.peft.files import ADAPTER, NAME, adapter_files, trained_tensors, write_in_format_of_peft
 from addons.adapters.peft.injection import WRAPPED, add_adapter
 from engine.checkpointing.model_folder import write_model
-from engine.checkpointing.tensor_files import write_index, write_tensors
+from engine.checkpointing.tensor_files import write_index
 from engine.config.errors import UsageError
-from engine.config.find_addons import first_answer, used_addons
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
 from engine.models.new_tokens import token_ids
 from engine.run.model_with_loss import ModelWithLoss
@@ -29,22 +29,16 @@ def write_merged(task: Any, folder: Path) -> None:
     """Merge the adapter in `folder` into its base model; write that model, and the adapter as peft does to FOLDER/adapter.
 
     That is also what an exact evaluation or further training needs besides the base model."""
-    whole = task.build_base(str(folder))
-    dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in used_addons(task.cfg))
+    whole = build_base(task, folder)
+    dtype = getattr(task, "dtype_of_merged", None)
+    if dtype is not None:  # of a base in few bits (addons/adapters/low_bit_base.py)
+        task.change_base_to_merge(task.saved(whole))
     tuner = add_adapter(task, whole, folder)
-    trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
+    trained = {name: value.clone() for name, value in trained_tensors(tuner.model).items()}
     (folder / ADAPTER).mkdir()
-    exported = trained
-    if (
-        task.base_model is None
-    ):  # the base model is nowhere else, so what merging changes of it is kept for an evaluation
-        base = vars(tuner.model)["base_names"]
-        exported = {name: value for name, value in trained.items() if name not in base}
-        write_tensors(trained, folder / ADAPTER / f"{ADAPTER}.safetensors")
-    write_in_format_of_peft(task, tuner, folder / ADAPTER, exported)
-    for path in [*folder.glob("model*.safetensors*"), *folder.glob(f"{ADAPTER}*.safetensors")]:
+    write_in_format_of_peft(task, tuner, folder / ADAPTER, trained)
+    for path in folder.glob(f"{ADAPTER}*.safetensors"):
         path.unlink()
-    task.base_model = None  # this folder holds the whole model, too
     base_names = vars(tuner.model).pop("base_names")
     groups = _groups_of_layers(tuner.model, base_names)
     parts = folder / "parts"
@@ -156,9 +150,9 @@ def write_adapter_alone(task: Any, folder: Path) -> None:
     """Replace the adapter in `folder` by one in the format of peft, which names its base model.
 
     Beside a config.json, `from_pretrained` would want weights: the configuration gets another name."""
-    whole = task.build_base(str(folder))
+    whole = build_base(task, folder)
     tuner = add_adapter(task, whole, folder)
-    trained = trained_tensors(task, tuner.model)
+    trained = trained_tensors(tuner.model)
     for path in adapter_files(folder):
         path.unlink()
     write_in_format_of_peft(task, tuner, folder, trained)

@@ -24,7 +24,7 @@ from engine.models.config_and_tokenizer import (
     vocabulary_size,
 )
 from engine.models.model_checks import check_packing, has_plain_lm_head
-from engine.models.new_tokens import new_ids, with_new_ids
+from engine.models.new_tokens import new_ids, rows_missing
 from engine.process import private_apis
 from engine.storage import hub
 from engine.storage.atomic_folder import rewrite
@@ -213,8 +213,9 @@ class FrozenModel:
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
         values = {field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)}
-        cfg = with_new_ids(RunConfig(**values | {"model_name_or_path": None}), self.new_ids)
-        return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
+        cfg = RunConfig(**values | {"model_name_or_path": None})
+        with rows_missing(self.new_ids):
+            return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 
 def _hash_of_weights(cfg: RunConfig, folder: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.models import base_model
+from addons.adapters.peft import weight_hashes
 from engine.storage import verify_hashes
 from tests.helpers import fake_hub, kit, technique_runs
 
@@ -89,7 +89,7 @@ def test_resume_on_another_base_is_refused(run, base, tmp_path):
     shutil.rmtree(tmp_path / "here/run/logs")
     before = sorted(str(path) for path in (tmp_path / "here").rglob("*"))
     line = refusal(tmp_path / "here", on_base(tmp_path, other), world=2)
-    named, now = (base_model.hash_of_weights(kit_config(tmp_path), folder) for folder in (base, other))
+    named, now = (weight_hashes.hash_of_weights(kit_config(tmp_path), folder) for folder in (base, other))
     assert all(part in line for part in (str(base), named, str(other), now))
     shutil.rmtree(tmp_path / "here/run/logs", ignore_errors=True)
     assert sorted(str(path) for path in (tmp_path / "here").rglob("*")) == before
@@ -150,41 +150,6 @@ def test_hub_model_resumes_on_its_commit(tmp_path):
     card = (run / "final/README.md").read_text()
     assert "base_model: org/model" in card
     assert f"commit {commit}" in card
-
-
-# ---- older checkpoints, which hold the base model ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory, base) -> kit.Run:
-    """A run whose checkpoints hold the base model beside the adapter, as before."""
-    folder = tmp_path_factory.mktemp("old")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_model, "leaves_out_base", lambda cfg: False)
-        return technique_runs.train(folder / "run", on_base(folder, base), 2, 4)
-
-
-def test_checkpoint_with_its_base_resumes_bitwise(old, run, tmp_path):
-    """Its later checkpoints hold the base model, too. Its numbers are those of a run that leaves it out."""
-    values = on_base(tmp_path, tmp_path / "gone") | {"model_config": technique_runs.files(tmp_path)["model_config"]}
-    assert kit.same(old.weights, run.weights)
-    copy = kit.rewind(old.folder, 2, tmp_path / "copy")
-    config = json.loads((copy / SECOND / "state.json").read_text())["config"]
-    values = on_base(tmp_path, config["model_name_or_path"])
-    again = technique_runs.train(copy, values, 2, 4)
-    assert kit.same(again.weights, old.weights)
-    last = [folder / "checkpoints/step_00000004" for folder in (old.folder, again.folder)]
-    for name in ("model", "adapter", "optimizer"):
-        assert kit.same(*(kit.load_weights(folder, name) for folder in last))
-
-
-def test_final_model_with_its_base_evaluates_and_trains_further(old, tmp_path):
-    found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", old.folder / "final")
-    assert found == old.kind("eval")[-1]
-    values = fields(tmp_path) | {"init_from": old.folder / "final", "max_steps": 2}
-    new = technique_runs.train(tmp_path / "new", values)
-    assert kit.load_weights(new.folder / SECOND)
-    assert found["loss"] > new.kind("eval")[-1]["loss"]
 
 
 # ---- sharded -------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from addons.adapters.peft import base_model
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
-from engine.models import base_model
 from tests.helpers import kit, technique_runs
 
 peft = pytest.importorskip("peft")
@@ -90,16 +91,24 @@ def test_final_without_merge_weighs_the_adapter(runs):
 
 
 def test_finished_run_merges_later_without_training(runs, base, tmp_path):
-    """It has begun with merge: false, and is started again with merge: true."""
+    """It has begun with merge: false, and is started again with merge: true, twice, and with merge: false. The mutant: a
+    final/ that stays whatever the run file says."""
     folder = shutil.copytree(runs[False], tmp_path / "alone")
     lines = (folder / "metrics.jsonl").read_text()
-    values = fields(tmp_path, base) | {"merge": True, "output_dir": folder, "per_device_batch_size": 16}
-    codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "again")
-    assert codes == [0], outputs
-    assert (folder / "metrics.jsonl").read_text() == lines
     expected = auto_model(runs[True].folder / "final")
-    assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
-    assert torch.allclose(auto_peft(folder / "final/adapter"), expected, rtol=0, atol=1e-6)
+    written = [(folder / "final").stat().st_ino]
+    for number, merge in enumerate((True, True, False)):
+        values = fields(tmp_path, base) | {"merge": merge, "output_dir": folder, "per_device_batch_size": 16}
+        codes, outputs = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / f"again{number}")
+        assert codes == [0], outputs
+        assert (folder / "metrics.jsonl").read_text() == lines
+        adapter = folder / "final/adapter" if merge else folder / "final"
+        assert torch.allclose(auto_peft(adapter), expected, rtol=0, atol=1e-6)
+        assert (folder / "final/config.json").exists() == merge
+        if merge:
+            assert torch.allclose(auto_model(folder / "final"), expected, rtol=0, atol=1e-6)
+        written.append((folder / "final").stat().st_ino)
+    assert [one == other for one, other in pairwise(written)] == [False, True, False]
 
 
 def test_both_evaluate_to_the_digits_of_the_run(runs, tmp_path):
@@ -159,7 +168,7 @@ def test_adapter_of_another_base_is_refused(runs, base, tmp_path):
         values = fields(tmp_path, other) | {"init_from": folder, "output_dir": tmp_path / "run"}
         task, _ = kit.open_data(**values)
         with pytest.raises(UsageError, match=rf"{base}.*model_name_or_path is {other}"):
-            init_weights(task.cfg, task)
+            task.build_model(str(init_weights(task.cfg, task)))
 
 
 def test_adapter_of_a_base_in_few_bits_is_warned_of_on_the_original(runs, base, tmp_path, capsys):
@@ -169,6 +178,7 @@ def test_adapter_of_a_base_in_few_bits_is_warned_of_on_the_original(runs, base, 
     (foreign / "adapter_config.json").write_text(json.dumps(config))
     task, _ = kit.open_data(**fields(tmp_path, base) | {"init_from": foreign, "output_dir": tmp_path / "run"})
     assert init_weights(task.cfg, task) == foreign
+    task.build_model(str(foreign))
     assert config["base_model_name_or_path"] in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ from addons.adapters import peft as addon
 from addons.adapters.peft import merging
 from engine.checkpointing import model_folder
 from engine.config.errors import UsageError
-from engine.models import base_model
 from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 
@@ -48,7 +47,7 @@ def write(task, model, folder) -> None:
     """Write what a checkpoint holds of the model."""
     folder.mkdir()
     state = model.state_dict(keep_vars=True)
-    left_out = base_model.tensors_of_base(task, model, state)
+    left_out = task.left_out(model, state)
     kept = {name: value for name, value in state.items() if name not in left_out}
     model_folder.write_model(ModelWithLoss(model, task), folder, kept)
 
@@ -69,7 +68,7 @@ def test_experts_are_merged_layer_by_layer(tmp_path, monkeypatch):
     expected = logits(model)
     write(task, model, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
-    assert addon.Peft(task.cfg.peft).change_final_model(tmp_path / "out", task)
+    assert addon.Peft(task.cfg.peft).finish(task, tmp_path / "out")
     assert len([*(tmp_path / "out").glob("model-*-of-00003.safetensors")]) == 3
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager")
@@ -100,7 +99,7 @@ def test_adapter_of_16_bit_weights_is_float32(tmp_path, merge):
     expected = logits(model)
     write(task, model, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
-    addon.Peft(task.cfg.peft, merge).change_final_model(tmp_path / "out", task)
+    addon.Peft(task.cfg.peft, merge).finish(task, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
     if merge:
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -147,7 +147,7 @@ def test_init_from_with_other_tokens_is_refused(folder, trained, part, tokens):
     names = " ".join(tokens) or "none"
     text = re.escape(f"was trained with {' '.join(TOKENS)}, but this run names {names}: give the same tokens")
     with pytest.raises(UsageError, match=f"^add_tokens: the adapter in .* {text}"):
-        init_weights(task.cfg, task)
+        task.build_model(str(init_weights(task.cfg, task)))
 
 
 def test_init_from_with_the_same_tokens_and_further_ones_on_the_merged_model(folder, trained):

@@ -9,13 +9,12 @@ import yaml
 from safetensors.torch import save_file
 
 from addons.adapters import peft as addon
-from addons.adapters.peft import merging, options
+from addons.adapters.peft import base_model, merging, options, weight_hashes
+from addons.adapters.peft.base_model import BaseModel
 from engine.checkpointing import model_folder
 from engine.checkpointing.locate_weights import init_weights
 from engine.config.errors import UsageError
 from engine.config.find_addons import run_config
-from engine.models import base_model
-from engine.models.base_model import BaseModel
 from engine.run.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
@@ -84,14 +83,18 @@ def test_averages_and_optimizer_hold_the_adapter_only(run):
 
 
 def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_path):
-    """Without `peft`, final/ is merged, and a checkpoint is refused; another adapter than the saved one is refused."""
+    """Without `peft`, final/ is merged, and a checkpoint is refused, also with its base model beside the adapter; another
+    adapter than the saved one is refused."""
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     start = {name: config[name] for name in ("model_config", "train_file", "dtype")}
     checkpoint = str(run.folder / "checkpoints" / "step_00000002")
     task, _ = kit.open_data(**start, output_dir=tmp_path)
     task.build_model(str(run.folder / "final"))
-    with pytest.raises(UsageError, match="only what an add-on has trained on random weights of seed 42"):
-        task.build_model(checkpoint)
+    both = shutil.copytree(checkpoint, tmp_path / "both")
+    shutil.copy2(run.folder / "final" / "model.safetensors", both)
+    for folder in (checkpoint, both):
+        with pytest.raises(UsageError, match="only what an add-on has trained"):
+            task.build_model(str(folder))
     task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
     with pytest.raises(UsageError, match="r 4, but this field says 2"):
         task.build_model(checkpoint)
@@ -106,7 +109,7 @@ def start_on(run, tmp_path, **fields) -> dict:
 
 
 def content(folder) -> str:
-    return base_model.hash_of_weights(run_config(), folder)
+    return weight_hashes.hash_of_weights(run_config(), folder)
 
 
 def printed(folder) -> str:
@@ -202,7 +205,7 @@ def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
     fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
     fields |= {"task": "distillation", "output_dir": tmp_path}
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
-    with pytest.raises(UsageError, match="only what an add-on has trained on random"):
+    with pytest.raises(UsageError, match="only what an add-on has trained"):
         task.build_model()
     task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
     assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
@@ -281,7 +284,7 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
     logits = model(input_ids=IDS).logits
     assert not torch.allclose(logits, first, rtol=0, atol=1e-8)
     state = model.state_dict(keep_vars=True)
-    left_out = base_model.tensors_of_base(task, model, state)
+    left_out = task.left_out(model, state)
     trained = {name: value for name, value in state.items() if name not in left_out}
     model_folder.write_model(ModelWithLoss(model, task), folder, trained)
     assert not [*folder.glob("model*")]
@@ -289,7 +292,7 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
     start = folder / "start"
     task.build().save_pretrained(start)
     monkeypatch.setattr(merging, "MERGED_AT_ONCE", 1)  # in several files
-    assert addon.Peft(task.cfg.peft).change_final_model(folder, task)
+    assert addon.Peft(task.cfg.peft).finish(task, folder)
     assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits

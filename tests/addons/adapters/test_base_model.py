@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from addons.adapters.peft import base_model, weight_hashes
+from addons.adapters.peft.base_model import BaseModel
 from engine.config.errors import UsageError
 from engine.config.find_addons import run_config
-from engine.models import base_model
-from engine.models.base_model import BaseModel
 from engine.storage import hub
 from tests.helpers import kit
 
@@ -32,12 +32,12 @@ def test_hash_does_not_depend_on_the_files(cfg, folder, tmp_path):
     for number, part in enumerate((names[:4], names[4:]), start=1):
         named = {name: tensors[name] for name in part}
         save_file(named, other / f"model-{number:05d}-of-00002.safetensors", {"a": "b"})
-    assert base_model.hash_of_weights(cfg, other) == base_model.hash_of_weights(cfg, folder)
+    assert weight_hashes.hash_of_weights(cfg, other) == weight_hashes.hash_of_weights(cfg, folder)
 
 
 @pytest.mark.parametrize("change", ["bit", "dtype", "name", "shape"])
 def test_any_other_weight_has_another_hash(cfg, folder, change):
-    before = base_model.hash_of_weights(cfg, folder)
+    before = weight_hashes.hash_of_weights(cfg, folder)
     tensors = load_file(folder / "model.safetensors")
     name = sorted(tensors)[-1]
     if change == "bit":
@@ -49,25 +49,25 @@ def test_any_other_weight_has_another_hash(cfg, folder, change):
     else:
         tensors[name] = tensors[name].reshape(1, -1)
     save_file(tensors, folder / "model.safetensors")
-    assert base_model.hash_of_weights(cfg, folder) != before
+    assert weight_hashes.hash_of_weights(cfg, folder) != before
 
 
 def test_weights_are_read_once(cfg, folder, monkeypatch):
     """Also by another process, until a file changes."""
-    first = base_model.hash_of_weights(cfg, folder)
+    first = weight_hashes.hash_of_weights(cfg, folder)
     reads = []
-    monkeypatch.setattr(base_model, "_read_hash", lambda files: reads.append(files) or "other")
-    assert base_model.hash_of_weights(cfg, folder) == first
+    monkeypatch.setattr(weight_hashes, "_read_hash", lambda files: reads.append(files) or "other")
+    assert weight_hashes.hash_of_weights(cfg, folder) == first
     assert not reads
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    assert base_model.hash_of_weights(cfg, folder) == "other"
+    assert weight_hashes.hash_of_weights(cfg, folder) == "other"
 
 
 def test_file_that_ends_early_is_damaged(cfg, folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UsageError, match="damaged"):
-        base_model.hash_of_weights(cfg, folder)
+        weight_hashes.hash_of_weights(cfg, folder)
 
 
 def test_hub_model_keeps_the_commit_of_its_run(cfg, folder, tmp_path, monkeypatch):
