@@ -62,13 +62,12 @@ def check_same_run(
 
     `current` is the identity of this run; `has_same_rates` decides whether its length may change. A changed field is
     refused unless it is declared may_change_on_resume."""
-    state = read_state(checkpoint)
-    if not _is_of_this_version(state):
+    refused, allowed = changes_since(read_state(checkpoint), cfg, options, current, has_same_rates)
+    if "engine" in refused:
         raise UsageError(
-            f"{checkpoint} is of version {_version_of(state)} of the engine, and this is {VERSION}: resume the run with that "
-            f"version, or begin a new one with its weights: --init_from {checkpoint} and another --output_dir"
+            f"{checkpoint} is of another version ({refused['engine']}): resume the run with that version, or begin a new one "
+            f"with its weights: --init_from {checkpoint} and another --output_dir"
         )
-    refused, allowed = changes_since(state, cfg, options, current, has_same_rates)
     if refused:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
@@ -78,40 +77,23 @@ def check_same_run(
     return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
 
 
-def _version_of(state: dict) -> str:
-    """Return the version of the engine that wrote a checkpoint; versions before 2.0.0 did not record theirs."""
-    return state.get("engine", "1.x")
-
-
-def _is_of_this_version(state: dict) -> bool:
-    return _version_of(state).split(".")[0] == VERSION.split(".")[0]
-
-
 def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates: SameRates) -> Any:
     """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
 
     The folder is unchanged if `argv` or the run file names it. Only fields are compared; `check_same_run` compares the
     contents of data and model, too."""
-    if not gives_folder(argv):
-        cfg = _with_free_folder(cfg, options, has_same_rates)
-    if not cfg.dry_run:
-        keep_tracebacks_in(cfg.output_dir)
-    return cfg
-
-
-def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
-    """Return `cfg` with the first folder that holds no run with other fields; say so if it is not the one of `cfg`."""
-    if cfg.resume != "auto":
-        return cfg
     folder = cfg.output_dir
-    changes = first_changes = _changes_of_fields(folder, cfg, options, has_same_rates)
-    number = 1
-    while changes:
-        number += 1
-        folder = f"{cfg.output_dir}_{number}"
-        changes = _changes_of_fields(folder, cfg, options, has_same_rates)
-    if first_changes and os.environ.get("RANK", "0") == "0":
-        print(f"{cfg.output_dir} holds another run ({first_changes}): this one is in {folder}", flush=True)
+    if not gives_folder(argv) and cfg.resume == "auto":
+        changes = first_changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+        number = 1
+        while changes:
+            number += 1
+            folder = f"{cfg.output_dir}_{number}"
+            changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+        if first_changes and os.environ.get("RANK", "0") == "0":
+            print(f"{cfg.output_dir} holds another run ({first_changes}): this one is in {folder}", flush=True)
+    if not cfg.dry_run:
+        keep_tracebacks_in(folder)
     return dataclasses.replace(cfg, output_dir=folder)
 
 
@@ -130,8 +112,9 @@ def changes_since(
     state: dict, cfg: RunConfig, options: Any, current: dict, has_same_rates: SameRates
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
-    if not _is_of_this_version(state):  # its fields may have had other meanings
-        return {"engine": f"engine: {_version_of(state)} → {VERSION}"}, {}
+    version = state.get("engine", "1.x")  # which did not record it
+    if version.split(".")[0] != VERSION.split(".")[0]:  # its fields may have had other meanings
+        return {"engine": f"engine: {version} → {VERSION}"}, {}
     # The fields of an add-on that only one of the two runs names count, too.
     names = [name for name, value in state["config"].items() if value is not None]
     schemas = (config_type([*names, *vars(cfg)]), type(options))

@@ -141,9 +141,11 @@ class Backend:
         training_uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         module.eval()
         torch.backends.cuda.enable_cudnn_sdp(few_shapes)
-        stance = torch.compiler.set_stance("force_eager") if self.cfg.compile else nullcontext()
         try:
-            with stance, one_thread() if self.accelerator.device.type == "cpu" else nullcontext():
+            with (
+                torch.compiler.set_stance("force_eager") if self.cfg.compile else nullcontext(),
+                one_thread() if self.accelerator.device.type == "cpu" else nullcontext(),
+            ):
                 yield
         finally:
             torch.backends.cuda.enable_cudnn_sdp(training_uses_cudnn)

@@ -241,7 +241,14 @@ def test_rows_of_many_lengths_are_not_computed_by_cudnn(files, tmp_path, few):
             module.register_forward_pre_hook(probe)
             evaluate(backend, module, task, splits["validation"], task.cfg)
             with pytest.raises(ZeroDivisionError):  # an error changes no kernels
-                evaluate(backend, module, task, splits["validation"], task.cfg, SimpleNamespace(look=lambda: 1 / 0))
+                evaluate(
+                    backend,
+                    module,
+                    task,
+                    splits["validation"],
+                    task.cfg,
+                    SimpleNamespace(any_rank_stops=lambda hosts: 1 / 0),
+                )
             assert torch.backends.cuda.cudnn_sdp_enabled() == of_training
         assert set(seen) == {bool(few)}
     finally:

@@ -114,7 +114,7 @@ def test_runs_end_with_their_major_version(tmp_path):
     assert resume_of({"engine": f"{major}.99.0"}) == []
     assert run_identity.choose_folder([], cfg, options, has_same_rates) == cfg
     for engine, named in (({}, "1.x"), ({"engine": f"{major + 1}.0.0"}, f"{major + 1}.0.0")):
-        with pytest.raises(UsageError, match=f"version {named} of the engine.*--init_from"):
+        with pytest.raises(UsageError, match=f"another version .engine: {named} → .*--init_from"):
             resume_of(engine)
         assert run_identity.choose_folder([], cfg, options, has_same_rates).output_dir == f"{cfg.output_dir}_2"
 
