@@ -91,7 +91,7 @@ class RunRecord:
         self.profiler = step_profiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.backend.accelerator.log_with:
-            self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
+            self.trackers = Trackers(run.backend.accelerator, run.cfg, step, self.due.num_steps)
 
     def _write_environment(self, values: dict[str, Any]) -> None:
         """Write environment.json: these values, the commit and the command of this start, and all starts of the run."""

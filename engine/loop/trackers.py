@@ -31,8 +31,8 @@ FILE = "trackers.json"  # in the run folder: the run id for wandb
 class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
 
-    def __init__(self, accelerator: Any, cfg: RunConfig, step: int):
-        """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
+    def __init__(self, accelerator: Any, cfg: RunConfig, step: int, total: int):
+        """Start the trackers of a run of `total` steps that begins or resumes at `step`; wait up to TIMEOUT for them.
 
         Their packages must be imported before dataloader workers are forked."""
         self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (what, values, step); None ends the thread
@@ -40,7 +40,7 @@ class Trackers:
         self.deadline = math.inf  # a second close() cannot extend the first one's wait
         self.busy = ""  # the tracker that was called last
         self.failed: set[str] = set()  # those that raised an error
-        arguments = (accelerator, cfg, tracker_options(cfg, step))
+        arguments = (accelerator, cfg, tracker_options(cfg, step), total)
         self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
         terminal = sys.stdin
@@ -73,9 +73,9 @@ class Trackers:
             warn(f"report_to: {self.busy} has not closed in time, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
-    def _run(self, accelerator: Any, cfg: RunConfig, options: dict) -> None:
+    def _run(self, accelerator: Any, cfg: RunConfig, options: dict, total: int) -> None:
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
-        fields: dict[str, int | float | str] = {}
+        fields: dict[str, int | float | str] = {"total_steps": total}
         for name, value in redact_all(vars(cfg)).items():
             fields[name] = value if isinstance(value, int | float | str) else str(value)
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")
