@@ -58,7 +58,10 @@ class RunRecord:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{rank}.log")
         self.say(console.table(plan))
-        self.say(f"Resuming from step {self.state.step:,} ({checkpoint})" if checkpoint else "")
+        if checkpoint:
+            last = jsonl.last_step(self.metrics.path)
+            lost = f"; steps up to {last:,} were not saved and are trained again" if last > self.state.step else ""
+            self.say(f"Resuming from step {self.state.step:,} ({checkpoint}){lost}")
         for note in notes:
             self.say(note)
         if not self.due.complete():

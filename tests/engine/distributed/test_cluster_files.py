@@ -115,8 +115,12 @@ def start_nodes(folder: Path, *flags: str) -> list[subprocess.Popen]:
     environment = kit.PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
     environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(kit.free_port())}
     command = [str(CLUSTER / "node.sh"), str(endless_run_file(folder)), *flags]
-    ranks = ("0", "1")
-    return [subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment | {"PET_NODE_RANK": rank}) for rank in ranks]
+    nodes = []
+    for rank in ("0", "1"):
+        env = environment | {"PET_NODE_RANK": rank}
+        with (folder / f"node_{rank}.txt").open("w") as file:
+            nodes.append(subprocess.Popen(command, cwd=kit.REPOSITORY, env=env, stderr=file))
+    return nodes
 
 
 @pytest.mark.cluster
@@ -132,6 +136,7 @@ def test_nodes_that_are_taken_away_save_and_the_same_command_resumes(tmp_path):
         ]:  # as Slurm does: to all of one node. Others get it at the node's script only
             process.send_signal(signal.SIGTERM)
         assert [node.wait(300) for node in nodes] == [EXIT_STOPPED] * 2
+        assert "If it is killed before it has, it resumes from its beginning" in (tmp_path / "node_1.txt").read_text()
         saved = run_status.read_status(run)["step"]
         assert saved > 3
         (run / "stop").touch()  # too late for this attempt, as if it had been killed within a step
