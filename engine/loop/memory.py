@@ -105,8 +105,8 @@ def describe_memory(
 
 def available_bytes(offload: bool = False) -> float:
     """Return the memory of the device of this process, or its share of this machine's; the launcher may run elsewhere."""
-    if torch.accelerator.is_available() and not offload and _env("ACCELERATE_USE_CPU") != "true":
-        return torch.accelerator.get_memory_info()[1]
+    if torch.cuda.is_available() and not offload and _env("ACCELERATE_USE_CPU") != "true":
+        return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(_env("LOCAL_WORLD_SIZE", "1"))
 
 
