@@ -24,11 +24,6 @@ STARTS = 5  # without progress, after which a run ends
 
 def main(words: list[str]) -> int:
     """Train, with restarts; return the exit code of the run."""
-    sys.path.insert(0, str(ROOT))
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    from engine.process import run_status
-
     parser = argparse.ArgumentParser(allow_abbrev=False, usage=__doc__.split("\n\n")[1].strip())
     parser.add_argument("config")
     parser.add_argument("--output_dir", required=True, help="on storage that all nodes see")
@@ -38,6 +33,11 @@ def main(words: list[str]) -> int:
     folder = Path(args.output_dir)
     if not folder.is_absolute() or not 1 <= args.min_workers <= args.workers:
         parser.error("--output_dir must be an absolute path, and --min_workers between 1 and --workers")
+    sys.path.insert(0, str(ROOT))
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from engine.process import run_status
+
     command = [sys.executable, "train.py", "--config", args.config, "--output_dir", args.output_dir, *flags]
     steps: list[int | None] = []
     while True:
