@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from engine import startup
 from engine.config.errors import UsageError, how_to_install, warn
+from engine.config.find_addons import addon_names, load_addon
 from engine.config.run_config import RunConfig
 from engine.process import console, private_apis
 from engine.process.exit_codes import run_exit_hooks
@@ -183,6 +184,8 @@ def _check_trackers(names: list[str]) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
+    for name in {*names} & {*addon_names("trackers")}:
+        LOGGER_TYPE_TO_CLASS[name] = load_addon("trackers", name).Tracker
     known = {*LoggerType.list(), *map(str, LOGGER_TYPE_TO_CLASS)}  # and those that a copy has registered
     if unknown := {*names} - known - {"none"}:
         choices = ", ".join(sorted(known))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import startup
+from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import host_group
 from engine.process.exit_codes import (
@@ -155,6 +156,11 @@ def exit_on_signal() -> None:
     A thread does it, because no handler of Python runs while this process waits for other ranks."""
     global _training
     _training = None
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "train.main was called in a thread, where Python receives no signals: start train.py as a process of its own, as "
+            "cluster/ray_train.py does"
+        )
     inbox, outbox = socket.socketpair()  # Python writes the number of every signal to the second while it is open
     for end in (inbox, outbox):
         end.setblocking(False)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.config.errors import warn
 from engine.config.find_addons import load_addon
 from engine.config.optimizer_class import find_optimizer, normalized
 from engine.config.run_config import RunConfig
@@ -90,10 +91,23 @@ def describe_memory(
         name, shards, offload = backend_of_launch()
         sizes = resting_bytes(cfg, *count_parameters(model), shards, copies, count_bytes(model))
         sizes["weights"] += bytes_of_scales(model)
-    size = format_size(sum(sizes.values()))
+    needed, available = sum(sizes.values()), available_bytes(offload)
+    if needed > available:
+        warn(
+            f"memory: weights, gradients and optimizer need {format_size(needed)} on each device, which has "
+            f"{format_size(available)}: shard them over more devices (accelerate_configs/fsdp2.yaml), or train an adapter (peft)"
+        )
     place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
     kept = describe_activations(cfg, model, format_size, longest)
-    return f"{size} {place} for weights, gradients and optimizer; plus activations: {kept} (docs/scaling.md)"
+    needs = f"{format_size(needed)} {place} for weights, gradients and optimizer; plus activations: {kept}"
+    return f"{needs} (docs/scaling.md); it has {format_size(available)}"
+
+
+def available_bytes(offload: bool = False) -> float:
+    """Return the memory of the device of this process, or its share of this machine's; the launcher may run elsewhere."""
+    if torch.cuda.is_available() and not offload and _env("ACCELERATE_USE_CPU") != "true":
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(_env("LOCAL_WORLD_SIZE", "1"))
 
 
 def describe_activations(

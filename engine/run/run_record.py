@@ -58,7 +58,10 @@ class RunRecord:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{rank}.log")
         self.say(console.table(plan))
-        self.say(f"Resuming from step {self.state.step:,} ({checkpoint})" if checkpoint else "")
+        if checkpoint:
+            last = jsonl.last_step(self.metrics.path)
+            lost = f"; steps up to {last:,} were not saved and are trained again" if last > self.state.step else ""
+            self.say(f"Resuming from step {self.state.step:,} ({checkpoint}){lost}")
         for note in notes:
             self.say(note)
         if not self.due.complete():
@@ -91,7 +94,7 @@ class RunRecord:
         self.profiler = step_profiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.backend.accelerator.log_with:
-            self.trackers = Trackers(run.backend.accelerator, run.cfg, step)
+            self.trackers = Trackers(run.backend.accelerator, run.cfg, step, self.due.num_steps)
             self.trackers.start()
 
     def _write_environment(self, values: dict[str, Any]) -> None:

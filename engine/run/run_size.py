@@ -29,13 +29,13 @@ def size_rows(
     `longest`: tokens of the longest row, 0 if unknown."""
     parameters, trainable = memory.count_parameters(model.model)
     checkpoint = _checkpoint_bytes(cfg, model, trainable, techniques.copies)
-    disk = _disk_bytes(cfg, checkpoint, _final_bytes(cfg, model), total)
+    disk = disk_bytes(cfg, checkpoint, _final_bytes(cfg, model), total)
     _warn_of_full_disk(Path(cfg.output_dir), disk)
     return {
         "parameters": f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}",
         "parameter groups": describe_groups(optimizer.param_groups, cfg.learning_rate),
-        "memory": memory.describe_memory(cfg, model.model, _size, techniques.copies_in_step, longest),
-        "disk": f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
+        "memory": memory.describe_memory(cfg, model.model, format_size, techniques.copies_in_step, longest),
+        "disk": f"{format_size(disk)} for checkpoints and the final model in {cfg.output_dir}",
     }
 
 
@@ -87,7 +87,7 @@ def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
     return trained if model.task.left_out(saved, dict(saved.named_parameters()), final=True) else weights
 
 
-def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:
+def disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:
     """Return the peak size of checkpoints/ and final/ during the run, in bytes; `checkpoint` and `final`: of one."""
     # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
     kept = cfg.save_total_limit + 1
@@ -99,7 +99,7 @@ def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:
     return checkpoint * min(kept, written) + final
 
 
-def _size(count: float) -> str:
+def format_size(count: float) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(len(units) - 1, max(0, int(math.log2(max(count, 1)) // 10)))
     return f"{count / 1024**power:.3g} {units[power]}"

@@ -31,11 +31,12 @@ FILE = "trackers.json"  # in the run folder: the run id for wandb
 class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
 
-    def __init__(self, accelerator: Any, cfg: RunConfig, step: int):
-        """`step`: at which the run begins or resumes. `start` starts them."""
+    def __init__(self, accelerator: Any, cfg: RunConfig, step: int, total: int):
+        """`step`: at which a run of `total` steps begins or resumes. `start` starts them."""
         self.accelerator = accelerator
         self.cfg = cfg
         self.step = step
+        self.total = total
         self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (what, values, step); None ends the thread
         self.started = threading.Event()
         self.deadline = math.inf  # a second close() cannot extend the first one's wait
@@ -83,7 +84,7 @@ class Trackers:
         accelerator = self.accelerator
         options = tracker_options(cfg, self.step)
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
-        fields: dict[str, int | float | str] = {}
+        fields: dict[str, int | float | str] = {"total_steps": self.total}
         for name, value in redact_all(vars(cfg)).items():
             fields[name] = value if isinstance(value, int | float | str) else str(value)
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")

@@ -26,6 +26,7 @@ from engine.checkpointing.checkpoint_folder import read_state
 from engine.checkpointing.tensor_files import TensorReader, digest
 from engine.config import parsing
 from engine.config.errors import Failure, Stopped, UsageError, warn
+from engine.config.find_addons import addon_names, load_addon
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
 from engine.distributed.stop_signals import SIGNALS
@@ -73,6 +74,8 @@ def main(argv: list[str]) -> None:
     if not reason:
         last = state_at(first, STEPS) | lines_at(first, STEPS)
         count += compare(last, state_at(resumed, STEPS) | lines_at(resumed, STEPS), f"after step {STEPS}")
+    if "costs" in addon_names("tools"):
+        console.say(load_addon("tools", "costs").describe_costs(cfg, first, checkpoint(first, STEPS)))
     for each in (first, resumed):
         shutil.rmtree(each / "checkpoints")
     skipped = f", but not compared after another step, because {reason}" if reason else ", and so is the step after it"

@@ -73,6 +73,20 @@ def test_dry_run_prints_the_plan(files, tmp_path):
     assert row(output, "disk").endswith("in run")
 
 
+@pytest.mark.parametrize("width, is_warned", [(2**15, True), (32, False)])
+def test_plan_that_needs_more_memory_than_the_device_has(files, tmp_path, capsys, width, is_warned):
+    """Of a model without values, of up to 2 TB with gradients and moments."""
+    model = kit.write_yaml(
+        tmp_path / "llama.yaml", kit.LLAMA | {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 20}
+    )
+    fields = {"model_config": model, "train_file": files / "train.jsonl", "output_dir": tmp_path / "run"}
+    train.main(kit.flags(**fields, max_steps=10, dry_run=True))
+    warned = re.search(
+        r"warning: memory: .* need ([\d.]+ \w+) on each device, which has ([\d.]+ \w+)", capsys.readouterr().err
+    )
+    assert bool(warned) == is_warned
+
+
 @pytest.mark.parametrize("steps, is_warned", [(10**12, True), (10, False)])
 def test_plan_that_needs_more_disk_than_is_free(plain, tmp_path, capsys, steps, is_warned):
     fields = {"max_steps": steps, "save_steps": 1, "save_keep_every": 1, "output_dir": tmp_path / "run"}

@@ -220,6 +220,15 @@ def test_two_nodes_of_four_gpus(slurm, tmp_path):
     ]
 
 
+def test_node_script_finds_the_nodes_of_a_step(slurm):
+    command = [kit.REPOSITORY / "cluster" / "node.sh", "--print", "configs/stdlib_lm.yaml"]
+    words = ["srun", "--nodes", "2", "--ntasks-per-node", "1", *command]
+    lines = sorted(slurm(*words, cwd=kit.REPOSITORY, env={"OUT": "x"}).splitlines())
+    for rank, line in enumerate(lines):
+        assert f"--num_processes 2 --num_machines 2 --machine_rank {rank} --main_process_ip n" in line
+    assert len(lines) == 2
+
+
 def test_array_task_has_its_seed_and_folder(slurm, tmp_path):
     folder, words = (
         make_project(tmp_path / "p"),

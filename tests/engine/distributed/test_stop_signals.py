@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import train
 from engine import startup
 from engine.checkpointing import checkpoint_folder, resume
-from engine.config.errors import Stopped
+from engine.config.errors import Stopped, UsageError
 from engine.config.run_config import RunConfig
 from engine.distributed import stop_signals
 from engine.process import run_status
@@ -218,6 +219,21 @@ def test_variable_of_a_launcher_in_a_shell_is_no_launcher(name):
         options = {"env": kit.PLAIN_ENVIRONMENT | {name: "no"}, "cwd": kit.REPOSITORY, "text": True, "check": True}
         done = subprocess.run(command, stdout=subprocess.PIPE, **options)
         assert int(done.stdout) == (0 if name == "ACCELERATE_MIXED_PRECISION" else parent)
+
+
+def test_main_in_a_thread_says_what_to_do_instead():
+    """As Ray Train and notebooks of several threads call it."""
+    errors = []
+
+    def main():
+        with pytest.raises(UsageError) as caught:
+            train.main([])
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
+    assert "as a process of its own" in errors[0]
 
 
 def test_files_save_and_stop(tiny, tmp_path):

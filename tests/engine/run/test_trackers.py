@@ -109,7 +109,7 @@ def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
     terminal, cfg = sys.stdin, RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
     accelerator = Accelerator(cpu=True, log_with=["good"], project_dir=tmp_path)
-    one = trackers.Trackers(accelerator, cfg, 0)
+    one = trackers.Trackers(accelerator, cfg, 0, 1)
     assert sys.argv[1:]  # nothing has begun
     one.start()
     assert sys.argv == ["train.py"]
