@@ -20,7 +20,7 @@ from engine.distributed.sharded_tensors import ShardedTensorRef
 from engine.loop.model_with_loss import ModelWithLoss
 from engine.loop.train_state import Run, TrainState
 from engine.models.base_model import tensors_of_base
-from engine.storage import verify_hashes
+from engine.storage import run_store, verify_hashes
 
 TENSOR = (torch.Tensor, ShardedTensorRef)
 
@@ -155,6 +155,8 @@ def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
     if not step:
         return None, False
     best = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
+    if best is not None:
+        run_store.current.fetch(best)
     if best is not None and _is_intact(best):
         return best, True
     if is_final_of(step, output_dir / "final"):

@@ -20,7 +20,7 @@ from engine.config.run_config import RunConfig, changeable_fields
 from engine.data.batch_plan import EQUAL_COUNTS, NEWEST_PLAN
 from engine.models.config_and_tokenizer import config_file, pretrained_source
 from engine.process.library_errors import keep_tracebacks_in
-from engine.storage import jsonl, verify_hashes
+from engine.storage import jsonl, run_store, verify_hashes
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
@@ -82,6 +82,7 @@ def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates:
     contents of data and model, too. Fields that the run file leaves to the run have the values of its checkpoint."""
     if not gives_folder(argv):
         cfg = _with_free_folder(cfg, options, has_same_rates)
+    cfg = run_store.open_run(cfg)
     if not cfg.dry_run:
         keep_tracebacks_in(cfg.output_dir)
     return with_values_of_run(cfg)
