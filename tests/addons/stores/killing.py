@@ -1,7 +1,6 @@
 """Kill a run that trains in a store at random moments, remove its folder from the machine, and start it again."""
 
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def storm(flags: list, cache: Path, folder: Path, address: str, kills: int, seed
             time.sleep(0.005)
         is_killed = ranks.processes[0].is_alive()
         if is_killed:
-            ranks.signal(signal.SIGKILL, group=True)
+            ranks.processes[0].kill()
         codes, text = ranks.wait(), ranks.text()
         done += is_killed
         step = server.resumed_from(text)

@@ -1,0 +1,239 @@
+"""A run whose folder is an address: the same numbers, resumed on a machine that has nothing else, and read by other programs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from addons.stores._lease import Lease
+from addons.stores._store import Store
+from engine.storage import verify_hashes
+from tests.addons.stores import server
+from tests.engine.checkpointing import recipe
+from tests.helpers import kit
+
+
+def command(flags: list, folder: Path, address: str, *more) -> tuple[int, str]:
+    """Return exit code and output of train.py with this address as output_dir."""
+    [code], [text] = kit.run_command("train.py", *flags, "--output_dir", address, *more, folder=folder / "here")
+    return code, text
+
+
+def interrupted_at_step(step: int):
+    """Return compute_gradient of train.py that sends this process SIGTERM in a step."""
+    original = train.compute_gradient
+
+    def gradient(backend, module, batch, totals):
+        if batch[0][0].step == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(backend, module, batch, totals)
+
+    return gradient
+
+
+@pytest.fixture
+def flags(tiny, tmp_path) -> list:
+    return recipe.flags(tiny, cache_dir=tmp_path / "cache", eval_steps=6, save_total_limit=2)
+
+
+def test_stopped_run_is_resumed_on_another_machine(address, flags, tmp_path):
+    """With the numbers of a run in a local folder, its files, and no more checkpoints than it keeps."""
+    local = kit.run_training(1, tmp_path / "local", *flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "compute_gradient", interrupted_at_step(7))
+        code, text = command(flags, tmp_path, address)
+    assert code == 75, text
+    assert f"Saved to {address};" in text
+    assert server.newest_whole(address) == 7
+    assert json.loads(Store(address, "").read("status.json") or b"")["status"] == "stopped"
+    server.forget(tmp_path / "cache")
+
+    code, text = command(flags, tmp_path, address)
+    assert (code, server.resumed_from(text)) == (0, 7)
+    run = server.download(address, tmp_path / "downloaded")
+    assert kit.same(kit.load_weights(run / "final"), local.weights)
+    assert kit.timeless(run) == kit.timeless(local.folder)
+    assert kit.ledger_text(run) == kit.ledger_text(local.folder)
+    assert verify_hashes.verify(run / "final") == []
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    assert {path.name for path in run.iterdir()} - {".lease"} == {path.name for path in local.folder.iterdir()}
+    assert yaml.safe_load((run / "config.yaml").read_text())["output_dir"] == address
+    assert json.loads((run / "status.json").read_text())["status"] == "complete"
+    assert len(list((run / ".lease").iterdir())) == 1
+
+    server.forget(tmp_path / "cache")
+    code, text = command(flags, tmp_path, address)
+    assert (code, "nothing is left to train" in text) == (0, True)
+    assert server.download(address, tmp_path / "again") and verify_hashes.verify(tmp_path / "again" / "final") == []
+
+
+def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
+    """The store decides: what only this machine has is gone, and what it lacks is fetched."""
+    assert command(flags, tmp_path, address)[0] == 0
+    [here] = (tmp_path / "cache" / "stores").glob("*/*")
+    assert server.newest_whole(address) == 12
+    Store(address, "").delete(f"final/{verify_hashes.MANIFEST}", f"checkpoints/step_00000012/{verify_hashes.MANIFEST}")
+    (here / "checkpoints" / "step_00000008" / "model.safetensors").unlink()
+    code, text = command(flags, tmp_path, address)
+    assert (code, server.resumed_from(text)) == (0, 8)
+    run = server.download(address, tmp_path / "downloaded")
+    assert (verify_hashes.verify(run / "final"), server.newest_whole(address)) == ([], 12)
+    assert [line["step"] for line in kit.Run(run).kind("train")] == [*range(1, 13)]
+
+
+def test_damaged_checkpoint_in_the_store_is_not_used(address, flags, tmp_path):
+    assert command(flags, tmp_path, address)[0] == 0
+    server.forget(tmp_path / "cache")
+    store = Store(address, "")
+    name = "checkpoints/step_00000012/optimizer.safetensors"
+    data = bytearray(store.read(name) or b"")
+    data[-1] ^= 1
+    store.write(name, bytes(data))
+    code, text = command(flags, tmp_path, address)
+    assert (code, server.resumed_from(text)) == (0, 8)
+    assert "step_00000012 is damaged" in text
+    assert f"checkpoints/old_step_00000012.old1/{verify_hashes.MANIFEST}" in store.list()
+
+
+def test_start_over_deletes_nothing_in_the_store(address, flags, tmp_path):
+    assert command(flags, tmp_path, address)[0] == 0
+    before = Store(address, "").list()
+    for number in (1, 2):
+        server.forget(tmp_path / "cache")
+        assert command(flags, tmp_path, address, "--resume", "never", "--seed", number)[0] == 0
+        names = Store(address, "").list()
+        for name in before:
+            if name.startswith(("checkpoints/", "final/")):
+                first, rest = name.split("/", 1)
+                assert f"{first}.old{number}/{rest}" in names
+        assert {f"metrics.jsonl.old{number}", f"ledger.jsonl.old{number}"} <= names.keys()
+
+
+def test_two_runs_of_one_address(address, flags, tmp_path):
+    """The second one is refused with host and process of the first one. One whose lease is taken ends, and writes nothing more."""
+    long = [*flags, "--max_steps", 100_000, "--save_steps", 20, "--store_lease", 4]
+    first = kit.Ranks("train.py", *long, "--output_dir", address, folder=tmp_path / "first")
+    kit.until(lambda: server.newest_whole(address), 120)
+    code, text = command(long, tmp_path, address)
+    assert code == 2
+    assert re.search(rf"error: output_dir: {address}: process {first.processes[0].pid} on .* at 20", text)
+
+    lease = Lease(Store(address, ""), 4, "launch")
+    lease.holder["machine"] = "another"
+    while not lease._create(lease.newest()[0] + 1):  # as a machine whose clock is hours ahead would take it
+        pass
+    assert first.wait(120) == [1]
+    assert f"{address}: process {lease.holder['process']} on" in first.text()
+    assert (
+        json.loads(Store(address, "").read("status.json") or b"")["status"] == "running"
+    )  # the last one who may write
+
+
+def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path, monkeypatch):
+    assert command(flags, tmp_path, address)[0] == 0
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    local = kit.run_training(1, tmp_path / "local", *flags)
+    last = local.kind("eval")[-1]
+
+    def program(name: str, *argv) -> str:
+        command = [sys.executable, *name.split(), *map(str, argv)]
+        done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    for name in ("", "/final", "/checkpoints/step_00000012"):
+        text = program("eval.py", "--checkpoint", address + name)
+        assert re.search(rf"\bloss +{re.escape(repr(last['loss']))}\b", text)
+    assert "fetching" not in program("eval.py", "--checkpoint", address)  # it is up to date
+    report = program("-m addons.tools.html_report", address)
+    assert Path(report.split()[-1]).exists()
+    assert not list(Path(report.split()[-1]).parent.rglob("*.safetensors"))
+    fields = {"init_from": address, "model_name_or_path": f"{address}/final"}
+    for field, value in fields.items():
+        argv = [*flags, "--max_steps", 2, f"--{field}", value, "--output_dir", tmp_path / field]
+        argv += ["--model_config", "none"] if field == "model_name_or_path" else []
+        for _ in range(2):  # the second time it is compared with what the checkpoint records
+            text = program("train.py", *argv)
+        assert "nothing is left to train" in text
+        assert yaml.safe_load((tmp_path / field / "config.yaml").read_text())[field] == value
+
+
+def test_credentials_stand_in_no_file_of_the_run(s3, flags, tmp_path):
+    assert command(flags, tmp_path, s3)[0] == 0
+    for path in server.download(s3, tmp_path / "downloaded").rglob("*"):
+        data = path.read_bytes() if path.is_file() else b""
+        assert b"key-of-the-test" not in data
+        assert b"secret-of-the-test" not in data
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("nothing://bucket/run", "Protocol not known"), ("https://host/run", "s3://bucket/run")],
+)
+def test_address_of_no_store_is_refused(address, words, flags, tmp_path):
+    code, text = command(flags, tmp_path, address)
+    assert code == 2
+    assert re.search(f"error: output_dir: {address}: .*{words}", text)
+
+
+def test_missing_bucket_is_named(s3, flags, tmp_path):
+    code, text = command(flags, tmp_path, s3.replace("bucket", "no-bucket"))
+    assert code == 2
+    assert "error: output_dir: s3://no-bucket" in text
+
+
+# ---- a store that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxy(s3, s3_server, monkeypatch):
+    proxy = server.Proxy(s3_server["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+    monkeypatch.setattr("addons.stores._store.WAITS", (0.05,))
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    yield proxy
+    proxy.shutdown()
+
+
+def test_store_that_loses_every_tenth_request(s3, proxy, flags, tmp_path):
+    proxy.fault = lambda number, method, path: "lose" if number % 10 == 0 else None
+    code, text = command(flags, tmp_path, s3)
+    assert (code, proxy.number > 50) == (0, True), text
+    run = server.download(s3, tmp_path / "downloaded")
+    assert kit.same(kit.load_weights(run / "final"), kit.run_training(1, tmp_path / "local", *flags).weights)
+    assert kit.timeless(run) == kit.timeless(tmp_path / "local")
+
+
+@pytest.mark.parametrize("status", [503, 507])
+def test_store_that_refuses_to_write(s3, proxy, flags, tmp_path, status):
+    """As on a full disk: the run goes on without checkpoints, then ends; the older one is intact and is resumed."""
+
+    def is_later(path: str) -> bool:
+        return "step_" in path and "step_00000004" not in path
+
+    proxy.fault = lambda number, method, path: status if method == "PUT" and is_later(path) else None
+    code, text = command(flags, tmp_path, s3, "--max_failed_saves", 2, "--max_steps", 40)
+    assert code == 1, text
+    assert "COULD NOT BE SAVED" in text
+    assert (server.newest_whole(s3), "2 failed in a row" in text) == (4, True)
+    proxy.fault = lambda number, method, path: None
+    server.forget(tmp_path / "cache")
+    code, text = command(flags, tmp_path, s3, "--max_steps", 40)
+    assert (code, server.resumed_from(text)) == (0, 4)
+    assert server.newest_whole(s3) == 40
+
+
+def test_signal_saves_in_the_store(s3, flags, tmp_path):
+    ranks = kit.Ranks("train.py", *flags, "--max_steps", 100_000, "--output_dir", s3, folder=tmp_path / "first")
+    kit.until(lambda: server.newest_whole(s3), 120)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait(120) == [75]
+    step = int(re.search(r"at step ([\d,]+)\.", ranks.text())[1].replace(",", ""))
+    assert server.newest_whole(s3) == step
