@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from engine.storage.verify_hashes import MANIFEST
 LEASE = 90.0
 WITH_MANIFEST = re.compile(r"((checkpoints/)?[^/]+)/manifest\.json")
 STEP = re.compile(r"checkpoints/step_\d+")
+PARTS = ".parts"  # what ranks of other nodes tell the main process about their shards
 ARCHIVED = re.compile(r"\.old\d+$")  # what a run has renamed
 MODEL = ("config.json", MANIFEST)
 REPORT = ("RUN", "OTHER")  # what a flag names to read its record
@@ -88,12 +90,14 @@ class RunInStore(RunStore):
         """Take the lease, on the main process, and make the local folder what the store has: once on each node."""
         token = ""
         if not cfg.dry_run:
-            if self.is_main:
+            if self.is_main or self._is_far(self.rank):
                 on_exit(self._close)
+            if self.is_main:
                 self.lease.take()
                 token = self.lease.holder["token"]
             else:
                 token = self.lease.wait_for(2 * self.lease.seconds + 60)
+        self.token = token or "plan"
         what = f"fetching the newest checkpoint of {self.address}"
         root = self.folder.parent
         compute_once(root, f"{self.folder} {token}", lambda: self._sync(cfg) or {}, what)
@@ -179,7 +183,8 @@ class RunInStore(RunStore):
     def publish(self, folder: Path) -> str:
         """Upload a checkpoint or final/ and the lines before it, the manifest last. Return its address.
 
-        After an error remove it here, too: what the store lacks does not exist."""
+        Ranks of other nodes have uploaded their shards. After an error remove it here, too: what the store lacks does not
+        exist."""
         name = str(folder.relative_to(self.folder))
         try:
             self.check()
@@ -189,7 +194,8 @@ class RunInStore(RunStore):
                 f"{name}/{each}": entry["size"] for each, entry in verify_hashes.read_manifest(folder)["files"].items()
             }
             for each in files:
-                self.store.put(self.folder / each, each)
+                if (self.folder / each).exists():
+                    self.store.put(self.folder / each, each)
             there = self.store.list(name)
             for each, size in files.items():
                 if there.get(each, [None])[0] != size:
@@ -201,14 +207,52 @@ class RunInStore(RunStore):
             raise
         return f"{self.address}/{name}"
 
+    # ---- shards of ranks on other nodes ------------------------------------------------------------------------------
+
+    def _is_far(self, rank: int) -> bool:
+        return rank >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the first node has the first ranks
+
+    def _outcome(self, outcome: Path) -> str:
+        return f"{PARTS}/{self.token}/{outcome.parent.name}/{outcome.name}"
+
+    def send_shard(self, shard: Path) -> None:
+        """Upload the files of this rank to their place in the checkpoint, which has no manifest yet."""
+        if not self._is_far(self.rank):
+            return
+        name = re.sub(r"^\.(.*)\.\d+\.parts$", r"\1", shard.parent.name)
+        folder = str((shard.parent.parent / name).relative_to(self.folder))
+        self.store.delete(f"{folder}/{MANIFEST}")
+        for path in sorted(shard.iterdir()):
+            self.store.put(path, f"{folder}/{path.name}")
+        shutil.rmtree(shard)
+
+    def send_outcome(self, outcome: Path) -> None:
+        """Upload what this rank has written, or its error; without it, the main process does not wait forever."""
+        if self._is_far(self.rank):
+            with suppress(OSError):
+                self.store.put(outcome, self._outcome(outcome))
+            outcome.unlink(missing_ok=True)
+
+    def read_outcome(self, outcome: Path) -> dict[str, Any] | None:
+        """Return what a rank has written, of this node or another one; None if it is not there yet."""
+        if not self._is_far(int(outcome.stem)):
+            return super().read_outcome(outcome)
+        text = self.store.read(self._outcome(outcome))
+        if text is None:
+            time.sleep(0.5)  # between two requests
+            return None
+        self.store.delete(self._outcome(outcome))
+        return json.loads(text)
+
     def prune(self) -> None:
         """Delete the checkpoints that were deleted here, and what is left of uploads that did not end."""
         try:
             names = self.store.list("checkpoints")
             for folder in {"/".join(name.split("/")[:2]) for name in names}:
+                inside = [name for name in names if name.startswith(f"{folder}/")]
                 if STEP.fullmatch(folder) and not (self.folder / folder).exists():
-                    inside = [name for name in names if name.startswith(f"{folder}/")]
                     self.store.delete(f"{folder}/{MANIFEST}", *inside)
+            self.store.delete(*[name for name in self.store.list(PARTS) if self.token not in name])
         except OSError as error:
             warn(f"old checkpoints cannot be removed ({error}); the next save tries again")
 
@@ -225,8 +269,10 @@ class RunInStore(RunStore):
         path.rename(target)
 
     def _record(self) -> Iterator[tuple[str, Path]]:
-        """Yield the files that tell what the run did: metrics.jsonl, ledger.jsonl, status.json, logs/, trackers/, …"""
-        for path in sorted(self.folder.rglob("*")):
+        """Yield the files that tell what the run did: metrics.jsonl, ledger.jsonl, status.json, logs/, trackers/, …
+
+        On another node than that of the main process, only the log of this rank."""
+        for path in sorted(self.folder.rglob("*" if self.is_main else f"logs/rank_{self.rank}.*")):
             first, *inside = path.relative_to(self.folder).parts
             is_left_out = first in ("checkpoints", "final", "stop", "save") or path.name == "run.lock"
             if not is_left_out and path.is_file() and not first.startswith(".") and not ARCHIVED.search(first):

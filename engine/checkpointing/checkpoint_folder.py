@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.checkpointing.model_folder import is_final_of, write_model
-from engine.checkpointing.tensor_files import TensorReader, Tensors, file_name, weights_sha256, write_tensors
+from engine.checkpointing.tensor_files import Shards, TensorReader, Tensors, file_name, weights_sha256, write_tensors
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
@@ -59,9 +59,9 @@ def write_checkpoint(
             write_tensors(named, folder / file_name(part, rank, world))
 
 
-def write_state(folder: Path, state: dict) -> str:
-    """Write state.json beside the weights of all ranks, with their SHA-256; return it."""
-    state = state | {"weights_sha256": weights_sha256(folder)}
+def write_state(folder: Path, state: dict, shards: Shards) -> str:
+    """Write state.json beside the weights of all ranks, with their SHA-256; return it. `shards`: those of other ranks."""
+    state = state | {"weights_sha256": weights_sha256(folder, shards)}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     return state["weights_sha256"]
 

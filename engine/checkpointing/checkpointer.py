@@ -76,7 +76,7 @@ class Checkpointer:
     def begin(self) -> None:
         """Check that all ranks see the run folder. Rename old outputs there that do not fit this run, unless nothing is
         left to train."""
-        if self.writer.world > 1:
+        if self.writer.world > 1 and not run_store.current.token:
             check_shared_folder(self.is_main, self.hosts, self.folder)
         if not self.due.complete():  # all ranks end if another run has locked the folder
             run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.cfg, self.start))
@@ -169,9 +169,9 @@ class Checkpointer:
         with writer.temporary_folder(folder) as temporary:
             checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, writer.rank, writer.world)
             if self.is_main:
-                hashes = writer.add_shards(temporary)
-                sha256 = checkpoint_folder.write_state(temporary, state)
-                writer.publish(temporary, folder, step, hashes)
+                shards = writer.add_shards(temporary)
+                sha256 = checkpoint_folder.write_state(temporary, state, shards)
+                writer.publish(temporary, folder, step, shards)
         if not self.is_main:
             return
         name = run_store.current.publish(folder)
@@ -271,14 +271,14 @@ class Checkpointer:
             elif self.is_main:
                 checkpoint_folder.copy_model(best, temporary)
             if self.is_main:
-                hashes = writer.add_shards(temporary)
+                shards = writer.add_shards(temporary)
                 if model_folder.change_by_addons(temporary, run):
-                    hashes = {}  # of files that are others now
+                    shards = {}  # the files are others now
                 files_of_base.complete_final(temporary, run)
                 step = 0 if self.average else self.final_step
                 model_card.write_card(temporary, run, self.metadata["config"], step, self._best_sentence())
-                model_card.add_hash(temporary)
-                writer.publish(temporary, final, self.final_step, hashes)
+                model_card.add_hash(temporary, shards)
+                writer.publish(temporary, final, self.final_step, shards)
         if self.is_main:
             run_store.current.publish(final)
 

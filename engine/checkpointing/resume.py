@@ -77,8 +77,9 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
         run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
 
-    start, of_main = run_on_main(accelerator, lambda: (choose(), addresses))
+    start, of_main, token = run_on_main(accelerator, lambda: (choose(), addresses, run_store.current.token))
     paths.of_main.update(of_main)
+    run_store.current.token = token
     return replace(start, checkpoint=run_store.current.here(start.checkpoint), weights=on_this_node(start.weights))
 
 

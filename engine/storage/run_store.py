@@ -9,10 +9,13 @@ from typing import Any
 
 from engine.config.addons import store_addon
 from engine.config.paths import on_this_node
+from engine.storage import jsonl
 
 
 class RunStore:
     """What a run does with its store beside its local folder; without a store, what it does with the folder."""
+
+    token = ""  # of this start, the same on all ranks; empty without a store
 
     def check(self) -> None:
         """Raise Failure if this run may not write to its store any more."""
@@ -27,6 +30,16 @@ class RunStore:
     def publish(self, folder: Path) -> str | Path:
         """Bring a complete checkpoint or final/ to the store; return its name there. Raise OSError if that fails."""
         return folder
+
+    def send_shard(self, shard: Path) -> None:
+        """Upload the folder of a rank that the main process does not see; it is complete."""
+
+    def send_outcome(self, outcome: Path) -> None:
+        """Tell the main process what a rank has written, if it does not see this file."""
+
+    def read_outcome(self, outcome: Path) -> dict[str, Any] | None:
+        """Return what a rank has told the main process, None if it has not done so yet."""
+        return jsonl.read_json(outcome) or None
 
     def prune(self) -> None:
         """Delete from the store the checkpoints that were deleted here."""

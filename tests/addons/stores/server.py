@@ -1,13 +1,14 @@
 """An S3 of this machine (moto), a proxy before it that delays, refuses or loses requests, and runs that train in a store."""
 
 import http.client
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -121,9 +122,13 @@ class _Passing(BaseHTTPRequestHandler):
 
 def newest_whole(address: str) -> int:
     """Return the step of the newest checkpoint with a manifest in the store, 0 if there is none."""
-    names = Store(address, "address").list("checkpoints")
-    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"checkpoints/step_(\d+)/manifest.json", name))]
-    return max(steps, default=0)
+    store = Store(address, "address")
+    newest = 0
+    for name in store.list("checkpoints"):
+        match = re.fullmatch(r"checkpoints/step_(\d+)/manifest.json", name)
+        with suppress(ValueError):  # half a manifest, in a store on a disk
+            newest = max(newest, int(match[1]) if match and json.loads(store.read(name) or b"") else 0)
+    return newest
 
 
 def download(address: str, folder: Path) -> Path:

@@ -64,7 +64,9 @@ def test_lease_of_another_machine_is_taken_when_it_has_run_out(address, holding)
 
 
 @pytest.mark.parametrize(
-    "holder", [{"job": "SLURM_JOB_ID 7"}, {"time": time.time() - 10_000}, {"released": True}], ids=lambda h: [*h][0]
+    "holder",
+    [{"job": "SLURM_JOB_ID 7"}, {"time": time.time() - 10_000}, {"released": True}],
+    ids=lambda h: next(iter(h)),
 )
 def test_same_job_an_old_lease_and_a_released_one_are_taken_at_once(address, holder):
     first = lease(address, machine="another", **{name: holder[name] for name in {"job"} & holder.keys()})

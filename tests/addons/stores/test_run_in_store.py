@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import yaml
 import train
 from addons.stores._lease import Lease
 from addons.stores._store import Store
+from engine.checkpointing.tensor_files import weights_sha256
 from engine.storage import verify_hashes
 from tests.addons.stores import server
 from tests.engine.checkpointing import recipe
-from tests.helpers import kit
+from tests.helpers import backend_runs, kit
 
 
 def command(flags: list, folder: Path, address: str, *more) -> tuple[int, str]:
@@ -71,9 +73,10 @@ def test_stopped_run_is_resumed_on_another_machine(address, flags, tmp_path):
     server.forget(tmp_path / "cache")
     code, text = command(flags, tmp_path, address)
     assert (code, "nothing is left to train" in text) == (0, True)
-    assert server.download(address, tmp_path / "again") and verify_hashes.verify(tmp_path / "again" / "final") == []
+    assert verify_hashes.verify(server.download(address, tmp_path / "again") / "final") == []
 
 
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
     """The store decides: what only this machine has is gone, and what it lacks is fetched."""
     assert command(flags, tmp_path, address)[0] == 0
@@ -88,6 +91,7 @@ def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
     assert [line["step"] for line in kit.Run(run).kind("train")] == [*range(1, 13)]
 
 
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_damaged_checkpoint_in_the_store_is_not_used(address, flags, tmp_path):
     assert command(flags, tmp_path, address)[0] == 0
     server.forget(tmp_path / "cache")
@@ -102,6 +106,7 @@ def test_damaged_checkpoint_in_the_store_is_not_used(address, flags, tmp_path):
     assert f"checkpoints/old_step_00000012.old1/{verify_hashes.MANIFEST}" in store.list()
 
 
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_start_over_deletes_nothing_in_the_store(address, flags, tmp_path):
     assert command(flags, tmp_path, address)[0] == 0
     before = Store(address, "").list()
@@ -116,6 +121,7 @@ def test_start_over_deletes_nothing_in_the_store(address, flags, tmp_path):
         assert {f"metrics.jsonl.old{number}", f"ledger.jsonl.old{number}"} <= names.keys()
 
 
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_two_runs_of_one_address(address, flags, tmp_path):
     """The second one is refused with host and process of the first one. One whose lease is taken ends, and writes nothing more."""
     long = [*flags, "--max_steps", 100_000, "--save_steps", 20, "--store_lease", 4]
@@ -136,6 +142,7 @@ def test_two_runs_of_one_address(address, flags, tmp_path):
     )  # the last one who may write
 
 
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path, monkeypatch):
     assert command(flags, tmp_path, address)[0] == 0
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
@@ -237,3 +244,43 @@ def test_signal_saves_in_the_store(s3, flags, tmp_path):
     assert ranks.wait(120) == [75]
     step = int(re.search(r"at step ([\d,]+)\.", ranks.text())[1].replace(",", ""))
     assert server.newest_whole(s3) == step
+
+
+# ---- two nodes, each with a disk of its own ----------------------------------------------------------------------------
+
+
+def train_as_node(folder: Path, argv: list) -> None:
+    """Train as the only process of a node, which shares no folder with the other one."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SCRATCH": str(folder / f"node_{os.environ['RANK']}")}
+    train.main([str(word) for word in argv])
+
+
+@pytest.mark.parametrize("backend", ["cpu_ddp", "fsdp2"])
+def test_two_nodes_without_a_shared_disk(backend, s3, files, tmp_path):
+    """Each uploads its shards; on a new machine each fetches what it needs, and a run on one process reads them all."""
+    flags = backend_runs.recipe(files, "gpt2.yaml", dtype="float64", max_steps=6, save_steps=3)
+    flags += ["--metric_for_best_model", "loss", "--eval_steps", 3]
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    argv = [*flags, "--output_dir", s3, "--cache_dir", "$SCRATCH/cache"]
+    env = backend_runs.where(backend, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "compute_gradient", interrupted_at_step(5))
+        with pytest.raises(kit.RankFailed) as failed:
+            kit.spawn(2, train_as_node, tmp_path, argv, out=tmp_path / "out", env=env)
+    assert "Stopped by SIGTERM at step" in str(failed.value)
+    assert server.newest_whole(s3) >= 4
+    here = [{path.name for path in tmp_path.glob(f"node_{rank}/cache/stores/*/*/checkpoints/*/*")} for rank in (0, 1)]
+    assert not any("of-00002" in name for name in here[1])
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / f"node_{rank}")
+    kit.spawn(2, train_as_node, tmp_path, argv, out=tmp_path / "out", env=env)
+    run = server.download(s3, tmp_path / "downloaded")
+    for folder in (run / "final", *(run / "checkpoints").iterdir()):
+        assert verify_hashes.verify(folder) == []
+        assert any("of-00002" in path.name for path in folder.iterdir()) == (backend == "fsdp2")
+    assert kit.distance(kit.load_weights(run / "final"), one.weights) <= 1e-10
+    assert kit.ledger_text(run) == kit.ledger_text(one.folder)
+    assert len(list((run / "logs").glob("rank_*.log"))) == 2
+    state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["weights_sha256"] == weights_sha256(run / "checkpoints" / "step_00000006")
+    assert not list((run / ".parts").rglob("*.json"))
