@@ -1,6 +1,6 @@
 """Files of a store of fsspec below one address: every request is tried several times, every failure is an OSError.
 
-Tests: tests/addons/stores/test_store.py.
+Tests: tests/addons/stores/test_run_in_store.py.
 """
 
 import time
