@@ -14,17 +14,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from addons.stores._lease import FOLDER, Lease
+from addons.stores._options import LEASE
 from addons.stores._store import Store
 from engine.checkpointing.async_writer import EXIT_WAIT, finish_writing
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
-from engine.config.add_on import AddOn
 from engine.config.errors import Failure, UsageError, warn
-from engine.config.option import option
 from engine.config.paths import addresses, on_this_node
 from engine.config.run_config import RunConfig
 from engine.process.exit_codes import on_exit
@@ -33,7 +31,6 @@ from engine.storage.cache_folder import cache_root, compute_once, exclusive
 from engine.storage.run_store import RunStore
 from engine.storage.verify_hashes import MANIFEST
 
-LEASE = 90.0
 WITH_MANIFEST = re.compile(r"((checkpoints/)?[^/]+)/manifest\.json")
 STEP = re.compile(r"checkpoints/step_\d+")
 PARTS = ".parts"  # what ranks of other nodes tell the main process about their shards
@@ -41,19 +38,6 @@ ARCHIVED = re.compile(r"\.old\d+$")  # what a run has renamed
 MODEL = ("config.json", MANIFEST)
 REPORT = ("RUN", "OTHER")  # what a flag names to read its record
 RECORD = "copy.json"  # beside a local copy: sizes and versions of the files that it was made from
-
-
-@dataclass(frozen=True)
-class Stores(AddOn):
-    store_lease: float = option(
-        "seconds after which another machine may take over a run in a store whose machine is gone",
-        LEASE,
-        group="checkpoints",
-        min=2,
-        may_change_on_resume=True,
-        from_checkpoint=False,
-        is_rare=True,
-    )
 
 
 def open_run(cfg: Any) -> "RunInStore":

@@ -80,7 +80,7 @@ def test_stopped_run_is_resumed_on_another_machine(address, flags, tmp_path):
 def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
     """The store decides: what only this machine has is gone, and what it lacks is fetched."""
     assert command(flags, tmp_path, address)[0] == 0
-    [here] = (tmp_path / "cache" / "stores").glob("*/*")
+    [here] = (tmp_path / "cache" / "stores").glob("*/store")
     assert server.newest_whole(address) == 12
     Store(address, "").delete(f"final/{verify_hashes.MANIFEST}", f"checkpoints/step_00000012/{verify_hashes.MANIFEST}")
     (here / "checkpoints" / "step_00000008" / "model.safetensors").unlink()
@@ -284,3 +284,11 @@ def test_two_nodes_without_a_shared_disk(backend, s3, files, tmp_path):
     state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
     assert state["weights_sha256"] == weights_sha256(run / "checkpoints" / "step_00000006")
     assert not list((run / ".parts").rglob("*.json"))
+
+
+def test_run_in_a_local_folder_imports_nothing_of_it(flags, tmp_path):
+    """Neither the add-on nor a package of it."""
+    argv = [*map(str, flags), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    code = "import sys, train; train.main(sys.argv[1:]); print('imported', *[n for n in sys.modules if 'stores' in n or 's3fs' in n])"
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=kit.REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].split() == ["imported"], done.stderr
