@@ -56,10 +56,13 @@ class Store:
         """Return {name: [size, version]} of all files below a folder, or of the one file with this name; "": of all."""
         names = {}
         for path, about in self._call("find", self._path(folder), detail=True).items():
-            if about.get("type", "file") != "file":  # a folder that appeared between two requests
-                continue
-            version = next((str(about[key]) for key in VERSIONS if about.get(key) is not None), "")
-            names[str(path)[len(self.root) + 1 :]] = [about["size"], version]
+            name = str(path)[len(self.root) + 1 :]
+            is_file = about.get("type", "file") == "file"  # else a folder that appeared between two requests
+            if is_file and not {"", ".."} & {
+                *f"x{name}".split("/")
+            }:  # it must not name a file outside of a local folder
+                version = next((str(about[key]) for key in VERSIONS if about.get(key) is not None), "")
+                names[name] = [about["size"], version]
         return names
 
     def read(self, name: str) -> bytes | None:

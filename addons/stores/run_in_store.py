@@ -20,7 +20,7 @@ from typing import Any
 from addons.stores._lease import FOLDER, Lease
 from addons.stores._options import LEASE
 from addons.stores._store import Store
-from engine.checkpointing.async_writer import EXIT_WAIT, finish_writing
+from engine.checkpointing.async_writer import finish_writing
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.errors import Failure, UsageError, warn
 from engine.config.paths import addresses, on_this_node
@@ -37,6 +37,7 @@ PARTS = ".parts"  # what ranks of other nodes tell the main process about their 
 ARCHIVED = re.compile(r"\.old\d+$")  # what a run has renamed
 MODEL = ("config.json", MANIFEST)
 REPORT = ("RUN", "OTHER")  # what a flag names to read its record
+SLOW_STORE = 300.0  # seconds that a run that ends waits for its last lines; a launcher may kill it sooner
 RECORD = "copy.json"  # beside a local copy: sizes and versions of the files that it was made from
 
 
@@ -68,6 +69,7 @@ class RunInStore(RunStore):
         self.lease = Lease(self.store, getattr(cfg, "store_lease", LEASE), _launch())
         self.sent: dict[str, tuple[int, int]] = {}  # files of the record -> size and time when they were the store's
         self.ending = threading.Lock()
+        self.has_begun = False
         self.has_ended = False
 
     def begin(self, cfg: Any) -> None:
@@ -86,6 +88,7 @@ class RunInStore(RunStore):
         root = self.folder.parent
         compute_once(root, f"{self.folder} {token}", lambda: self._sync(cfg) or {}, what)
         self.sent = {name: _stamp(path) for name, path in self._record()}
+        self.has_begun = True
 
     # ---- from the store ----------------------------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ class RunInStore(RunStore):
         is_written = finish_writing(seconds)
         closing = threading.Thread(target=self._end, daemon=True)
         closing.start()
-        closing.join(EXIT_WAIT if seconds is None else seconds)
+        closing.join(SLOW_STORE if seconds is None else seconds)
         return is_written and not closing.is_alive()
 
     def _end(self) -> None:
@@ -284,7 +287,8 @@ class RunInStore(RunStore):
             if self.has_ended or self.lease.lost:
                 return
             try:
-                self._send_record()
+                if self.has_begun:  # else another run trains here
+                    self._send_record()
                 self.lease.release()
                 self.has_ended = True
             except OSError as error:

@@ -143,27 +143,23 @@ def test_two_runs_of_one_address(address, flags, tmp_path):
 
 
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
-def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path, monkeypatch):
+def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path):
     assert command(flags, tmp_path, address)[0] == 0
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    local = kit.run_training(1, tmp_path / "local", *flags)
-    last = local.kind("eval")[-1]
+    last = kit.Run(server.download(address, tmp_path / "downloaded")).kind("eval")[-1]
 
     def program(name: str, *argv) -> str:
-        command = [sys.executable, *name.split(), *map(str, argv)]
-        done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        [code], [text] = kit.run_command(name, *argv, folder=tmp_path / "program")
+        assert code == 0, text
+        return text
 
-    for name in ("", "/final", "/checkpoints/step_00000012"):
+    for name in ("", "/checkpoints/step_00000012"):
         text = program("eval.py", "--checkpoint", address + name)
         assert re.search(rf"\bloss +{re.escape(repr(last['loss']))}\b", text)
     assert "fetching" not in program("eval.py", "--checkpoint", address)  # it is up to date
-    report = program("-m addons.tools.html_report", address)
-    assert Path(report.split()[-1]).exists()
-    assert not list(Path(report.split()[-1]).parent.rglob("*.safetensors"))
-    fields = {"init_from": address, "model_name_or_path": f"{address}/final"}
-    for field, value in fields.items():
+    report = Path(program("addons/tools/html_report.py", address).split()[-1])
+    assert report.exists()
+    assert not list(report.parent.rglob("*.safetensors"))
+    for field, value in {"init_from": address, "model_name_or_path": f"{address}/final"}.items():
         argv = [*flags, "--max_steps", 2, f"--{field}", value, "--output_dir", tmp_path / field]
         argv += ["--model_config", "none"] if field == "model_name_or_path" else []
         for _ in range(2):  # the second time it is compared with what the checkpoint records
