@@ -14,6 +14,7 @@ from engine.storage import atomic_folder
 WAITS = (0.5, 2.0, 5.0)  # seconds before each further try; fsspec's own tries come on top
 # Stores that refuse a second write of one name when fsspec asks for it (docs/cloud.md says which of them were tried).
 CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file", "local", "memory"}
+READS = ("find", "cat_file", "get_file", "rm_file")  # to upload, what is missing is an upload that was retried
 BY_OPEN = {"file", "local", "memory"}  # fsspec asks these by the mode "xb" only
 VERSIONS = ("ETag", "etag", "generation", "oid", "mtime", "LastModified", "last_modified", "created")
 
@@ -42,9 +43,10 @@ class Store:
         for seconds in (*WAITS, None):
             try:
                 return getattr(self.files, method)(*args, **options)
-            except (FileNotFoundError, FileExistsError):
-                raise
             except Exception as error:  # each store has its own
+                is_missing = isinstance(error, FileNotFoundError) and method in READS
+                if is_missing or isinstance(error, FileExistsError):
+                    raise
                 if seconds is None:
                     raise OSError(f"{self.address}: {one_line(error)}") from error
                 time.sleep(seconds)
@@ -58,9 +60,8 @@ class Store:
         for path, about in self._call("find", self._path(folder), detail=True).items():
             name = str(path)[len(self.root) + 1 :]
             is_file = about.get("type", "file") == "file"  # else a folder that appeared between two requests
-            if is_file and not {"", ".."} & {
-                *f"x{name}".split("/")
-            }:  # it must not name a file outside of a local folder
+            is_inside = not name or not {"", ".."} & {*name.split("/")}  # or it could name any file of this machine
+            if is_file and is_inside:
                 version = next((str(about[key]) for key in VERSIONS if about.get(key) is not None), "")
                 names[name] = [about["size"], version]
         return names
