@@ -18,7 +18,7 @@ def s3(s3_server, tmp_path, monkeypatch) -> str:
     return f"{server.BUCKET}/{tmp_path.name}"
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.cluster)])  # S3 needs extra packages
 def address(request, tmp_path) -> str:
     """An address in each of the two stores."""
     if request.param == "s3":

@@ -25,7 +25,7 @@ def storm(flags: list, cache: Path, folder: Path, address: str, kills: int, seed
         ranks = kit.Ranks("train.py", *flags, "--output_dir", run, folder=folder / "here")
         is_start = rng.random() < 0.2  # in the second in which it starts; else while it trains and uploads
         began = time.monotonic() if is_start else None
-        wait = float("inf") if not seconds or done >= kills else rng.uniform(0, 1 if is_start else seconds / 8)
+        wait = float("inf") if not seconds or done >= kills else rng.uniform(0, 1 if is_start else seconds / 4)
         while ranks.processes[0].is_alive() and (began is None or time.monotonic() - began < wait):
             if began is None and "first step after" in ranks.text():
                 began = time.monotonic()

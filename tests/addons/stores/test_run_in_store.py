@@ -121,7 +121,7 @@ def test_start_over_deletes_nothing_in_the_store(address, flags, tmp_path):
         assert {f"metrics.jsonl.old{number}", f"ledger.jsonl.old{number}"} <= names.keys()
 
 
-@pytest.mark.parametrize("address", ["s3"], indirect=True)
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_two_runs_of_one_address(address, flags, tmp_path):
     """The second one is refused with host and process of the first one. One whose lease is taken ends, and writes nothing more."""
     long = [*flags, "--max_steps", 100_000, "--save_steps", 20, "--store_lease", 4]
@@ -142,7 +142,7 @@ def test_two_runs_of_one_address(address, flags, tmp_path):
     )  # the last one who may write
 
 
-@pytest.mark.parametrize("address", ["s3"], indirect=True)
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path):
     assert command(flags, tmp_path, address)[0] == 0
     last = kit.Run(server.download(address, tmp_path / "downloaded")).kind("eval")[-1]
@@ -168,6 +168,7 @@ def test_addresses_where_a_run_or_a_model_is_read(address, flags, tmp_path):
         assert yaml.safe_load((tmp_path / field / "config.yaml").read_text())[field] == value
 
 
+@pytest.mark.cluster
 def test_credentials_stand_in_no_file_of_the_run(s3, flags, tmp_path):
     assert command(flags, tmp_path, s3)[0] == 0
     for path in server.download(s3, tmp_path / "downloaded").rglob("*"):
@@ -186,6 +187,7 @@ def test_address_of_no_store_is_refused(address, words, flags, tmp_path):
     assert re.search(f"error: output_dir: {address}: .*{words}", text)
 
 
+@pytest.mark.cluster
 def test_missing_bucket_is_named(s3, flags, tmp_path):
     code, text = command(flags, tmp_path, s3.replace("bucket", "no-bucket"))
     assert code == 2
@@ -205,6 +207,7 @@ def proxy(s3, s3_server, monkeypatch):
     proxy.shutdown()
 
 
+@pytest.mark.cluster
 def test_store_that_loses_every_tenth_request(s3, proxy, flags, tmp_path):
     proxy.fault = lambda number, method, path: "lose" if number % 10 == 0 else None
     code, text = command(flags, tmp_path, s3)
@@ -214,6 +217,7 @@ def test_store_that_loses_every_tenth_request(s3, proxy, flags, tmp_path):
     assert kit.timeless(run) == kit.timeless(tmp_path / "local")
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("status", [503, 507])
 def test_store_that_refuses_to_write(s3, proxy, flags, tmp_path, status):
     """As on a full disk: the run goes on without checkpoints, then ends; the older one is intact and is resumed."""
@@ -233,6 +237,7 @@ def test_store_that_refuses_to_write(s3, proxy, flags, tmp_path, status):
     assert server.newest_whole(s3) == 40
 
 
+@pytest.mark.cluster
 def test_signal_saves_in_the_store(s3, flags, tmp_path):
     ranks = kit.Ranks("train.py", *flags, "--max_steps", 100_000, "--output_dir", s3, folder=tmp_path / "first")
     kit.until(lambda: server.newest_whole(s3), 120)
@@ -251,26 +256,27 @@ def train_as_node(folder: Path, argv: list) -> None:
     train.main([str(word) for word in argv])
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("backend", ["cpu_ddp", "fsdp2"])
-def test_two_nodes_without_a_shared_disk(backend, s3, files, tmp_path):
+def test_two_nodes_without_a_shared_disk(backend, address, files, tmp_path):
     """Each uploads its shards; on a new machine each fetches what it needs, and a run on one process reads them all."""
     flags = backend_runs.recipe(files, "gpt2.yaml", dtype="float64", max_steps=6, save_steps=3)
     flags += ["--metric_for_best_model", "loss", "--eval_steps", 3]
     one = kit.run_training(1, tmp_path / "one", *flags)
-    argv = [*flags, "--output_dir", s3, "--cache_dir", "$SCRATCH/cache"]
+    argv = [*flags, "--output_dir", address, "--cache_dir", "$SCRATCH/cache"]
     env = backend_runs.where(backend, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "compute_gradient", interrupted_at_step(5))
         with pytest.raises(kit.RankFailed) as failed:
             kit.spawn(2, train_as_node, tmp_path, argv, out=tmp_path / "out", env=env)
     assert "Stopped by SIGTERM at step" in str(failed.value)
-    assert server.newest_whole(s3) >= 4
+    assert server.newest_whole(address) >= 4
     here = [{path.name for path in tmp_path.glob(f"node_{rank}/cache/stores/*/*/checkpoints/*/*")} for rank in (0, 1)]
     assert not any("of-00002" in name for name in here[1])
     for rank in (0, 1):
         shutil.rmtree(tmp_path / f"node_{rank}")
     kit.spawn(2, train_as_node, tmp_path, argv, out=tmp_path / "out", env=env)
-    run = server.download(s3, tmp_path / "downloaded")
+    run = server.download(address, tmp_path / "downloaded")
     for folder in (run / "final", *(run / "checkpoints").iterdir()):
         assert verify_hashes.verify(folder) == []
         assert any("of-00002" in path.name for path in folder.iterdir()) == (backend == "fsdp2")
