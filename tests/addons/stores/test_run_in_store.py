@@ -291,6 +291,6 @@ def test_two_nodes_without_a_shared_disk(backend, address, files, tmp_path):
 def test_run_in_a_local_folder_imports_nothing_of_it(flags, tmp_path):
     """Neither the add-on nor a package of it."""
     argv = [*map(str, flags), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
-    code = "import sys, train; train.main(sys.argv[1:]); print('imported', *[n for n in sys.modules if 'stores' in n or 's3fs' in n])"
+    code = "import sys, train; train.main(sys.argv[1:]); print('imported', *[n for n in sys.modules if n.startswith(('addons.stores', 's3fs'))])"
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=kit.REPOSITORY, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].split() == ["imported"], done.stderr
