@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpointing.tensor_files import Tensors, collect_shards, is_disk_error, shard_folder, write_index
+from engine.checkpointing.tensor_files import Shards, Tensors, collect_shards, is_disk_error, shard_folder, write_index
 from engine.config.errors import UsageError, warn
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
@@ -138,18 +138,18 @@ class BackgroundWriter:
         self.shards = shards if self.world > 1 else None
         return atomic_folder.temporary_folder(folder)
 
-    def add_shards(self, temporary: Path) -> dict[str, dict]:
-        """Move the shards of all other ranks into the main process's temporary folder, when they are complete; return
-        their hashes."""
+    def add_shards(self, temporary: Path) -> Shards:
+        """Move the shards of all other ranks into the main process's temporary folder, when they are complete."""
         if self.shards is None:
             return {}
-        hashes = collect_shards(self.shards, self.world, temporary)
-        write_index(temporary)
-        return hashes
+        shards = collect_shards(self.shards, self.world, temporary)
+        write_index(temporary, shards)
+        return shards
 
-    def publish(self, temporary: Path, folder: Path, step: int, hashes: dict[str, dict]) -> None:
-        """Rename the main process's temporary folder to `folder`, with a manifest; `hashes`: those of other ranks."""
+    def publish(self, temporary: Path, folder: Path, step: int, shards: Shards) -> None:
+        """Rename the main process's temporary folder to `folder`, with a manifest; `shards`: those of other ranks."""
         precision = self.accelerator.mixed_precision
+        hashes = {name: about["hash"] for name, about in shards.items()}
         atomic_folder.put_in_place(temporary, folder, hashes, step=step, mixed_precision=precision)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from engine.checkpointing.model_folder import is_final_of, write_model
-from engine.checkpointing.tensor_files import TensorReader, Tensors, file_name, weights_sha256, write_tensors
+from engine.checkpointing.tensor_files import Shards, TensorReader, Tensors, file_name, weights_sha256, write_tensors
 from engine.config.errors import UsageError, warn
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import ShardedTensorRef
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.train_state import Run, TrainState
-from engine.storage import verify_hashes
+from engine.storage import run_store, verify_hashes
 
 TENSOR = (torch.Tensor, ShardedTensorRef)
 
@@ -58,9 +58,9 @@ def write_checkpoint(
             write_tensors(named, folder / file_name(part, rank, world))
 
 
-def write_state(folder: Path, state: dict) -> str:
-    """Write state.json beside the weights of all ranks, with their SHA-256; return it."""
-    state = state | {"weights_sha256": weights_sha256(folder)}
+def write_state(folder: Path, state: dict, shards: Shards) -> str:
+    """Write state.json beside the weights of all ranks, with their SHA-256; return it. `shards`: those of other ranks."""
+    state = state | {"weights_sha256": weights_sha256(folder, shards)}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     return state["weights_sha256"]
 
@@ -154,6 +154,8 @@ def find_best(output_dir: Path, step: int) -> tuple[Path | None, bool]:
     if not step:
         return None, False
     best = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
+    if best is not None:
+        run_store.current.fetch(best)
     if best is not None and _is_intact(best):
         return best, True
     if is_final_of(step, output_dir / "final"):

@@ -23,6 +23,7 @@ from engine.checkpointing.tensor_files import Tensors
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from engine.config.find_addons import used_addons
 from engine.config.parsing import to_yaml
+from engine.config.paths import addresses
 from engine.distributed import replica_check
 from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
@@ -30,7 +31,7 @@ from engine.process import console, run_status
 from engine.process.exit_codes import is_exiting
 from engine.run.techniques import Techniques
 from engine.run.train_state import Intervals, Run, check_finite
-from engine.storage import atomic_folder, jsonl
+from engine.storage import atomic_folder, jsonl, run_store
 
 log = logging.getLogger("run")
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
@@ -81,7 +82,7 @@ class Checkpointer:
     def begin(self) -> None:
         """Check that all ranks see the run folder. Rename old outputs there that do not fit this run, unless nothing is
         left to train."""
-        if self.writer.world > 1:
+        if self.writer.world > 1 and not run_store.current.token:
             check_shared_folder(self.is_main, self.hosts, self.folder)
         if not self.due.complete():  # all ranks end if another run has locked the folder
             run_on_main(self.accelerator, lambda: resume.archive_stale_outputs(self.cfg, self.start))
@@ -92,7 +93,10 @@ class Checkpointer:
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
     def failed(self) -> float:
-        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this."""
+        """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this.
+
+        Raise Failure if another run has taken the store of this one."""
+        run_store.current.check()
         return float(self.writer.failed())
 
     def after_step(self) -> None:
@@ -171,15 +175,17 @@ class Checkpointer:
         with writer.temporary_folder(folder) as temporary:
             checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, writer.rank, writer.world)
             if self.is_main:
-                hashes = writer.add_shards(temporary)
-                sha256 = checkpoint_folder.write_state(temporary, state)
-                writer.publish(temporary, folder, step, hashes)
+                shards = writer.add_shards(temporary)
+                sha256 = checkpoint_folder.write_state(temporary, state, shards)
+                writer.publish(temporary, folder, step, shards)
         if not self.is_main:
             return
+        name = run_store.current.publish(folder)
         self.saved = (step, progress["evaluated"])
         checkpoint_folder.prune(self.cfg, progress["best_step"])
+        run_store.current.prune()
         show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
-        show(f"step {step} saved in {folder}; {pause}; weights sha256 {sha256[:16]}")
+        show(f"step {step} saved in {name}; {pause}; weights sha256 {sha256[:16]}")
 
     def _flush(self) -> OSError | None:
         """Write the queued lines of all files, so that a checkpoint is never ahead of metrics.jsonl; return the error."""
@@ -217,7 +223,8 @@ class Checkpointer:
         command = "the same command"
         if self.cfg.resume == "never":
             command += " without resume: never"
-        text = f"Stopped by {reasons} at step {self.state.step:,}. Saved to {self.folder}; run {command} to resume."
+        folder = addresses.get(str(self.folder), self.folder)
+        text = f"Stopped by {reasons} at step {self.state.step:,}. Saved to {folder}; run {command} to resume."
         raise error or Stopped(text)
 
     def write_final(self) -> None:
@@ -235,6 +242,7 @@ class Checkpointer:
         self.writer.wait_on_all_ranks()
         older = state.best_step if self.cfg.metric_for_best_model and state.best_step != state.step else 0
         best, is_best = run_on_main(self.accelerator, lambda: checkpoint_folder.find_best(self.folder, older))
+        best = run_store.current.here(best)
         self.final_step = older if is_best else state.step
         is_written = run_on_main(self.accelerator, lambda: self._has_final(final))
         load_part = partial(checkpoint_folder.load_part, best) if best else None
@@ -255,6 +263,7 @@ class Checkpointer:
 
     def _has_final(self, final: Path) -> bool:
         """Return whether `final` is intact, of the step that it should have, and what the add-ons would write."""
+        run_store.current.fetch(final)
         is_intact = model_folder.is_final_of(self.final_step, final)
         return is_intact and model_folder.is_finished_alike(final, self.cfg, self.metadata["config"])
 
@@ -268,14 +277,16 @@ class Checkpointer:
             elif self.is_main:
                 checkpoint_folder.copy_model(best, temporary)
             if self.is_main:
-                hashes = writer.add_shards(temporary)
+                shards = writer.add_shards(temporary)
                 if model_folder.finish_by_addons(temporary, run):
-                    hashes = {}  # of files that are others now
+                    shards = {}  # of files that are others now
                 files_of_base.complete_final(temporary, run)
                 step = 0 if self.average else self.final_step
                 model_card.write_card(temporary, run, self.metadata["config"], step, self._best_sentence())
-                model_card.add_hash(temporary)
-                writer.publish(temporary, final, self.final_step, hashes)
+                model_card.add_hash(temporary, shards)
+                writer.publish(temporary, final, self.final_step, shards)
+        if self.is_main:
+            run_store.current.publish(final)
 
     # ---- for the summary ---------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
-from engine.checkpointing.tensor_files import weights_sha256
+from engine.checkpointing.tensor_files import Shards, weights_sha256
 from engine.config.find_addons import used_addons
 from engine.config.redact import redact_all
 from engine.rows.chat_options import PROMPT
@@ -98,10 +98,10 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
 
 
-def add_hash(folder: Path) -> None:
+def add_hash(folder: Path, shards: Shards) -> None:
     """Add the SHA-256 of the weights of a complete final/, which may be an average or merged, to its model card."""
     with (folder / "README.md").open("a", encoding="utf-8") as card:
-        card.write(f"\nSHA-256 of these weights: {weights_sha256(folder)}\n")
+        card.write(f"\nSHA-256 of these weights: {weights_sha256(folder, shards)}\n")
 
 
 def public_name(source: str) -> str:

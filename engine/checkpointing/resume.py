@@ -5,7 +5,7 @@ Tests: tests/engine/checkpointing/test_resume.py, tests/engine/checkpointing/tes
 
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ import yaml
 from engine.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_state, step_of
 from engine.checkpointing.locate_weights import init_weights
 from engine.checkpointing.run_identity import SameRates, check_same_run, identity
+from engine.config import paths
 from engine.config.errors import Stopped, UsageError
+from engine.config.paths import addresses, on_this_node
 from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
 from engine.process import run_lock, run_status
 from engine.run.train_state import Run, TrainState
-from engine.storage import atomic_folder, jsonl, verify_hashes
+from engine.storage import atomic_folder, jsonl, run_store, verify_hashes
 from engine.task_registry import Task
 
 
@@ -67,7 +69,10 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
         run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
 
-    return run_on_main(accelerator, choose)
+    start, of_main, token = run_on_main(accelerator, lambda: (choose(), addresses, run_store.current.token))
+    paths.of_main.update(of_main)
+    run_store.current.token = token
+    return replace(start, checkpoint=run_store.current.here(start.checkpoint), weights=on_this_node(start.weights))
 
 
 def find_checkpoint(
@@ -80,6 +85,7 @@ def find_checkpoint(
     launcher restarts a stopped run."""
     candidates, notes = _candidates(cfg, Path(cfg.output_dir))
     for checkpoint in reversed(candidates):
+        run_store.current.fetch(checkpoint)
         errors = verify_hashes.verify(checkpoint)
         if not errors:
             notes += check_same_run(checkpoint, cfg, options, current, has_same_rates)
@@ -124,7 +130,7 @@ def _began_from(source: Path, folder: Path) -> bool:
     """Return whether the run in `folder` was started with --resume `source`."""
     config = folder / "config.yaml"
     given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
-    return Path(given).resolve() == source.resolve()
+    return Path(given).resolve() == Path(addresses.get(str(source), source)).resolve()
 
 
 def _is_elastic_restart(output_dir: Path) -> bool:
@@ -168,7 +174,7 @@ def archive_stale_outputs(cfg: RunConfig, start: Start) -> None:
         stale += [output_dir / name for name in ("metrics.jsonl", "ledger.jsonl", "checkpoints")]
     for path in stale:
         if path.exists():
-            path.rename(_free_name(path, f"old_{path.name}" if start.is_same_run else path.name))
+            run_store.current.rename(path, _free_name(path, f"old_{path.name}" if start.is_same_run else path.name))
 
 
 def _free_name(path: Path, name: str) -> Path:

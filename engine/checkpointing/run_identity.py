@@ -19,7 +19,7 @@ from engine.config.paths import REPOSITORY, read_yaml
 from engine.config.run_config import RunConfig, changeable_fields
 from engine.models.config_and_tokenizer import config_file, pretrained_source
 from engine.process.library_errors import keep_tracebacks_in
-from engine.storage import jsonl, verify_hashes
+from engine.storage import jsonl, run_store, verify_hashes
 
 VERSION = (REPOSITORY / "engine" / "VERSION").read_text().strip()  # in state.json: runs end with their major version
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
@@ -82,18 +82,27 @@ def choose_folder(argv: list[str], cfg: RunConfig, options: Any, has_same_rates:
 
     The folder is unchanged if `argv` or the run file names it. Only fields are compared; `check_same_run` compares the
     contents of data and model, too."""
-    folder = cfg.output_dir
-    if not gives_folder(argv) and cfg.resume == "auto":
-        changes = first_changes = _changes_of_fields(folder, cfg, options, has_same_rates)
-        number = 1
-        while changes:
-            number += 1
-            folder = f"{cfg.output_dir}_{number}"
-            changes = _changes_of_fields(folder, cfg, options, has_same_rates)
-        if first_changes and os.environ.get("RANK", "0") == "0":
-            print(f"{cfg.output_dir} holds another run ({first_changes}): this one is in {folder}", flush=True)
+    if not gives_folder(argv):
+        cfg = _with_free_folder(cfg, options, has_same_rates)
+    cfg = run_store.open_run(cfg)
     if not cfg.dry_run:
-        keep_tracebacks_in(folder)
+        keep_tracebacks_in(cfg.output_dir)
+    return cfg
+
+
+def _with_free_folder(cfg: RunConfig, options: Any, has_same_rates: SameRates) -> RunConfig:
+    """Return `cfg` with the first folder that holds no run with other fields; say so if it is not the one of `cfg`."""
+    if cfg.resume != "auto":
+        return cfg
+    folder = cfg.output_dir
+    changes = first_changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+    number = 1
+    while changes:
+        number += 1
+        folder = f"{cfg.output_dir}_{number}"
+        changes = _changes_of_fields(folder, cfg, options, has_same_rates)
+    if first_changes and os.environ.get("RANK", "0") == "0":
+        print(f"{cfg.output_dir} holds another run ({first_changes}): this one is in {folder}", flush=True)
     return dataclasses.replace(cfg, output_dir=folder)
 
 

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from engine.process import private_apis
-from engine.storage import atomic_folder, verify_hashes
+from engine.storage import atomic_folder, run_store, verify_hashes
 
 Tensors = dict[str, torch.Tensor]
+Shards = dict[str, dict[str, Any]]  # file that another rank has written -> its hash, and the rows of its weights
+WEIGHTS = "*model*.safetensors"
+SEVERAL = "model-*-of-*.safetensors"
 SHARD_TIMEOUT = 600.0  # seconds that the main process's background thread waits for the files of other ranks
 REOPEN_AFTER = 1 << 26  # bytes read before a memory-mapped file is reopened: until then they count as memory
 
@@ -44,20 +48,29 @@ def digest(value: torch.Tensor) -> str:
     return f"{value.dtype} {list(value.shape)} {sha256(data).hexdigest()[:16]}"
 
 
-def weights_sha256(folder: Path) -> str:
+def weights_sha256(folder: Path, shards: Shards | None = None) -> str:
     """Return the SHA-256 of the weights in a checkpoint or model folder: of their sorted names, types, shapes and hashes.
 
-    It does not depend on how many files hold them. docs/tracking.md has these lines for everybody."""
-    rows = []
-    for path in folder.glob("*model*.safetensors"):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            for name, tensor in json.loads(file.read(size)).items():
-                if name != "__metadata__":
-                    start, end = tensor["data_offsets"]
-                    file.seek(8 + size + start)
-                    rows.append([name, tensor["dtype"], tensor["shape"], sha256(file.read(end - start)).hexdigest()])
+    It does not depend on how many files hold them. docs/tracking.md has these lines for everybody. `shards`: files of
+    other ranks, which have hashed them."""
+    rows = [row for about in (shards or {}).values() for row in about["weights"]]
+    for path in folder.glob(WEIGHTS):
+        if path.name not in (shards or {}):
+            rows += weight_rows(path)
     return sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+def weight_rows(path: Path) -> list[list]:
+    """Return [name, dtype, shape, SHA-256] of each tensor in a file."""
+    rows = []
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        for name, tensor in json.loads(file.read(size)).items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                file.seek(8 + size + start)
+                rows.append([name, tensor["dtype"], tensor["shape"], sha256(file.read(end - start)).hexdigest()])
+    return rows
 
 
 # ---- write -----------------------------------------------------------------------------------------------------------
@@ -75,13 +88,17 @@ def write_tensors(named: Tensors, file: Path, metadata: dict[str, str] | None = 
     save_file(separate, file, metadata)
 
 
-def write_index(folder: Path) -> None:
-    """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
-    paths = sorted(folder.glob("model-*-of-*.safetensors"))
-    if not paths:  # the base model is left out
+def write_index(folder: Path, shards: Shards | None = None) -> None:
+    """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files.
+
+    `shards`: files of other ranks, which need not be here."""
+    others = {name: about for name, about in (shards or {}).items() if fnmatch(name, SEVERAL)}
+    paths = [path for path in sorted(folder.glob(SEVERAL)) if path.name not in others]
+    if not paths and not others:  # the base model is left out
         return
     weight_map = {name: path.name for name, path in file_of_tensors(paths).items()}
-    size = sum(path.stat().st_size for path in paths)
+    weight_map |= {row[0]: name for name, about in others.items() for row in about["weights"]}
+    size = sum(path.stat().st_size for path in paths) + sum(about["hash"]["size"] for about in others.values())
     body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
 
@@ -118,36 +135,42 @@ def shard_folder(shards: Path, rank: int) -> Iterator[Path]:
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
             atomic_folder.fsync(path)
-        hashes = {path.name: verify_hashes.hash_file(path) for path in files}
+        result = {}
+        for path in files:
+            weights = weight_rows(path) if fnmatch(path.name, WEIGHTS) else []
+            result[path.name] = {"hash": verify_hashes.hash_file(path), "weights": weights}
+        run_store.current.send_shard(folder)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the space, if only for the next line
         atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
         if not is_disk_error(error):
             raise
     else:
-        atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
+        atomic_folder.rewrite(outcome, json.dumps({"files": result}))
+    finally:
+        run_store.current.send_outcome(outcome)
 
 
-def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> dict[str, dict]:
-    """Move all other ranks' files into `folder`; return their hashes.
+def collect_shards(shards: Path, world: int, folder: Path, patience: float = SHARD_TIMEOUT) -> Shards:
+    """Move all other ranks' files into `folder`, unless they are in the store of the run; return what they hold.
 
     Raise OSError if a rank has failed or is late."""
     deadline = time.monotonic() + patience
-    hashes = {}
+    files: Shards = {}
     for rank in range(1, world):
         outcome = shards / f"{rank}.json"
-        while not outcome.exists():
+        while (result := run_store.current.read_outcome(outcome)) is None:
             if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} has not written its shard in {patience:g} s")
             time.sleep(0.02)
-        result = json.loads(outcome.read_text())
         if "error" in result:  # if it is one of code, that rank also ends the run
             raise OSError(f"{result['error']}, on rank {rank}")
         for name in result["files"]:
-            (shards / str(rank) / name).rename(folder / name)
-        hashes |= result["files"]
+            if outcome.exists():
+                (shards / str(rank) / name).rename(folder / name)
+        files |= result["files"]
     shutil.rmtree(shards, ignore_errors=True)
-    return hashes
+    return files
 
 
 # ---- read ------------------------------------------------------------------------------------------------------------

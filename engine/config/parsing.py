@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, get_origin
 import yaml
 
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
-from engine.config.find_addons import addons_with_fields, config_type, missing_addon, used_addons
+from engine.config.find_addons import addons_with_fields, config_type, local_copy, missing_addon, used_addons
 from engine.config.option import as_list, declared_options, field_types, read_value, read_words
-from engine.config.paths import locate, path_of_flag, read_yaml
+from engine.config.paths import addresses, locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
 from engine.config.run_config import RunConfig, config_class
 
@@ -149,7 +149,17 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     options = options_type(**{name: values[name] for name in field_types(options_type) if name in values})
     for addon in used_addons(cfg):
         cfg = dataclasses.replace(cfg, **addon.complete(cfg))
-    return cfg, options
+    return _with_local_copies(cfg, cfg), _with_local_copies(options, cfg)
+
+
+def _with_local_copies(values: Any, cfg: RunConfig) -> Any:
+    """Return fields with the local copies of files and folders that they name in a store."""
+    copies = {}
+    for name, rules in declared_options(type(values)).items():
+        value = getattr(values, name)
+        if rules.is_path and isinstance(value, str) and "://" in value and name not in ("output_dir", "cache_dir"):
+            copies[name] = local_copy(value, name, cfg)
+    return dataclasses.replace(values, **copies)
 
 
 def _is_nothing(value: Any) -> bool:
@@ -264,5 +274,6 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
         for name, value in source.items():
             if name in rules and rules[name].is_path is True and value:
                 source[name] = [locate(each) for each in value] if isinstance(value, list) else locate(value)
-    values = {name: redact_all(value) for name, value in values.items() if value != []}
+    values = {name: addresses.get(str(value), value) for name, value in values.items() if value != []}
+    values = {name: redact_all(value) for name, value in values.items()}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -49,7 +49,8 @@ class RunConfig:
         from_checkpoint=True,
     )
     output_dir: str = changeable(  # the parser replaces None
-        "run folder (default: runs/ and the name of the run file; a new one for another configuration)",
+        "run folder, or an address such as s3://bucket/run (default: runs/ and the name of the run file; a new one for another "
+        "configuration)",
         is_path=AS_GIVEN,
     )
     seed: int = option("the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1)

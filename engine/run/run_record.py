@@ -17,7 +17,7 @@ import torch
 from engine import startup
 from engine.config.errors import writes_to
 from engine.config.parsing import to_yaml
-from engine.config.paths import REPOSITORY
+from engine.config.paths import REPOSITORY, addresses
 from engine.config.redact import redact_all
 from engine.process import console, run_status
 from engine.process.exit_codes import record_exit_in
@@ -168,7 +168,8 @@ class RunRecord:
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
-        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
+        folder = addresses.get(str(self.folder), self.folder.resolve())
+        self.say(f"\nrun    {folder}\nmodel  {folder}/final")
 
 
 def _is_before(line: dict, state: TrainState) -> bool:

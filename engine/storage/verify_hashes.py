@@ -15,8 +15,8 @@ MANIFEST = "manifest.json"
 
 
 def manifest_text(files: dict[str, Path], entries: dict[str, dict], metadata: dict) -> str:
-    """Return the text of a manifest of `files`, by name; hash those that have no entry in `entries`."""
-    all_entries = {name: entries.get(name) or hash_file(path) for name, path in files.items()}
+    """Return the text of a manifest of `entries`, and of `files` by name, which are hashed if they have no entry."""
+    all_entries = entries | {name: hash_file(path) for name, path in files.items() if name not in entries}
     body = {"hash": "xxh3_128", "about": metadata, "files": all_entries}
     return json.dumps(body | {"manifest": _digest(body)}, indent=1)
 

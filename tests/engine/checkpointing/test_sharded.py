@@ -45,7 +45,7 @@ def test_shards_are_collected_when_complete(tmp_path):
     threading.Timer(0.5, seen.set).start()
     hashes = collect_shards(parts, 2, folder)
     assert (folder / "part").read_bytes() == b"1" * 1000 + b"2" * 1000
-    assert hashes == {"part": verify_hashes.hash_file(folder / "part")}
+    assert hashes == {"part": {"hash": verify_hashes.hash_file(folder / "part"), "weights": []}}
     assert not parts.exists()
 
 

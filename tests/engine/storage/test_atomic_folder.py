@@ -225,7 +225,7 @@ def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
         shard(folder)
         (folder / "state.json").write_text("{}")
         assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
-        return collect_shards(tmp_path / "parts", 2, folder)
+        return {name: about["hash"] for name, about in collect_shards(tmp_path / "parts", 2, folder).items()}
 
     before = os.umask(umask)
     try:
