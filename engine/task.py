@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
 from engine.models import base_model
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ class Task:
         model = self.build_base(weights, empty)
         if on_built is not None:
             on_built(model)
-        for each in used_addons(self.cfg):
+        for each in self.cfg.addons:
             each.change_built_model(self, model, weights, empty)
         return model
 

@@ -16,6 +16,7 @@ import torch
 from engine.config.addon import Addon
 from engine.config.errors import UsageError, how_to_install
 from engine.config.option import option
+from engine.config.run_config import field_values
 from engine.distributed.init_accelerator import sharding_of_launch
 from engine.process import private_apis
 
@@ -40,7 +41,7 @@ class LowBitBase(Addon):
         name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
         if self.load_in_4bit and self.load_in_8bit:
             yield "load_in_4bit and load_in_8bit are both true: give one of them"
-        if not getattr(cfg, "peft", None):
+        if not field_values(cfg).get("peft"):
             yield (
                 f"{name}: weights of so few bits cannot be trained, only an adapter on them: give peft: {{type: lora, …}}, "
                 "or remove this field"
@@ -69,7 +70,7 @@ class LowBitBase(Addon):
 
     def complete(self, cfg: Any) -> dict[str, Any]:
         """Return that final/ holds the adapter alone, unless the run file says otherwise."""
-        return {"merge": False} if getattr(cfg, "merge", True) is None else {}
+        return {"merge": False} if field_values(cfg).get("merge", True) is None else {}
 
     def change_base_to_merge(self, task: Any, model: torch.nn.Module) -> torch.dtype:
         """Round the weights to those that the adapter was trained on; the merged ones are written in bfloat16."""
@@ -83,7 +84,8 @@ class LowBitBase(Addon):
 
     def model_card(self, cfg: Any) -> str:
         """Return what the model card says about the bits of the base model."""
-        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16." if cfg.merge else ""
+        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16."
+        merged = merged if field_values(cfg)["merge"] else ""
         return f"\nThe base model had {self._kind()} in training and evaluation, by bitsandbytes.{merged}\n"
 
     def _kind(self) -> str:
@@ -107,7 +109,7 @@ def layers_to_quantize(task: Any, model: torch.nn.Module) -> list[str]:
         )
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise RuntimeError("the base model has its adapter already, which would be quantized, too")
-    trained = [*getattr(task, "new_head", ()), *((task.cfg.peft or {}).get("modules_to_save") or ())]
+    trained = [*getattr(task, "new_head", ()), *(field_values(task.cfg)["peft"].get("modules_to_save") or ())]
     kept = private_apis.names_not_to_quantize(model)
     layers = []
     for name, module in model.named_modules():

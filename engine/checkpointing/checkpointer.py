@@ -20,7 +20,6 @@ from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_
 from engine.checkpointing.resume import Start
 from engine.checkpointing.tensor_files import Tensors
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
-from engine.config.find_addons import used_addons
 from engine.config.parsing import to_yaml
 from engine.distributed import replica_check
 from engine.distributed.host_group import run_on_main
@@ -245,12 +244,12 @@ class Checkpointer:
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete():
-            self.addon_messages = [addon.final_is_written(self.cfg) for addon in used_addons(self.cfg)]
+            self.addon_messages = [addon.final_is_written(self.cfg) for addon in self.cfg.addons]
 
     def _has_final(self, final: Path) -> bool:
         """Return whether `final` is intact, of the step that it should have, and what the add-ons would write."""
         is_intact = model_folder.is_final_of(self.final_step, final)
-        return is_intact and all(addon.accepts_final(final) for addon in used_addons(self.cfg))
+        return is_intact and all(addon.accepts_final(final) for addon in self.cfg.addons)
 
     def _write_final(self, final: Path, best: Path | None, tensors: Tensors) -> None:
         """Write final/ from the checkpoint `best`, else from `tensors` of the model; in the background thread."""

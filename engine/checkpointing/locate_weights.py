@@ -4,7 +4,6 @@ Tests: tests/engine/checkpointing/test_resume.py, tests/src/training/test_evalua
 """
 
 import argparse
-import dataclasses
 import os
 import re
 import shlex
@@ -15,11 +14,11 @@ from engine.checkpointing.checkpoint_folder import newest_intact, read_state
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, warn
-from engine.config.find_addons import config_type, used_addons
-from engine.config.option import Source, declared_options, is_from_checkpoint
+from engine.config.find_addons import addons_declaring
+from engine.config.option import declared_options, default_values, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, config_class
 from engine.models.base_model import find_base, leaves_out_base, read_base
 from engine.models.config_and_tokenizer import config_file, named_base, refuse_adapter
 from engine.plan.batch_plan import EQUAL_COUNTS
@@ -43,7 +42,7 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
         return None
     folder = Path(locate(cfg.init_from))
     # An adapter that another program wrote is neither a model nor a checkpoint.
-    is_of_addon = not _holds_model(folder) and any(addon.has_trained(folder) for addon in used_addons(cfg))
+    is_of_addon = not _holds_model(folder) and any(addon.has_trained(folder) for addon in cfg.addons)
     weights = folder if is_of_addon else locate_weights(cfg.init_from, "init_from")
     _check_base(cfg, weights)
     _check_added_tokens(cfg, weights)
@@ -96,7 +95,7 @@ def _check_classes(weights: Path, labels: list[str] | None) -> None:
 
 def _check_added_tokens(cfg: RunConfig, weights: Path) -> None:
     """Raise UsageError if an add-on has trained rows of other tokens, or in another order, than add_tokens names."""
-    if not any(addon.has_trained(weights) for addon in used_addons(cfg)):
+    if not any(addon.has_trained(weights) for addon in cfg.addons):
         return
     config = read_json(weights / "state.json").get("config")
     if config is None and (weights / RUN_CONFIG).exists():
@@ -222,14 +221,14 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
     options = OPTIONS[task]()
     taken = {}
-    for cls in (config_type(config), options):
-        defaults = dataclasses.asdict(cls())
+    for cls in (config_class(), *addons_declaring(config), options):
+        defaults = default_values(cls)
         for name, rules in declared_options(cls).items():
             value = config.get(name)
             if name in given or value is None or value == defaults[name]:
                 continue
             if is_from_checkpoint(cls, name):
-                names_data = rules.is_path or rules.values is Source
+                names_data = rules.is_path or name == "mixture"
                 needs_flag = names_data and not plain_data(value)  # of a store that may run code
                 if not needs_flag:
                     taken[name] = value
@@ -253,7 +252,7 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
     train_file is used only for the rows held out of it: it may be a URL without its credentials."""
     dropped = {"train_file"} if "validation_file" in values else set()
     holding_out = set()  # fields of add-ons that hold rows out
-    for addon in config_type({*given, *values}).addons:
+    for addon in addons_declaring({*given, *values}):
         if overrides(addon, Addon.find_sources):
             holding_out |= {*declared_options(addon)}
     if not holding_out & {*given, *values}:

@@ -11,7 +11,7 @@ import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.checkpointing.tensor_files import weights_sha256
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import first_answer
 from engine.config.redact import redact_all
 from engine.models.base_model import BaseModel
 from engine.rows.chat_options import PROMPT
@@ -45,7 +45,7 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     parts = [
         f"{start} on {data}; task `{cfg.task}`, seed {cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the "
         "configuration.",
-        *(addon.model_card(cfg).strip() for addon in used_addons(cfg)),
+        *(addon.model_card(cfg).strip() for addon in cfg.addons),
     ]
     if base.name and (base.commit or base.weights):
         version = f"commit {base.commit}" if base.commit else f"weights {base.weights}"
@@ -90,7 +90,7 @@ def add_hash(folder: Path) -> None:
 def _loading_lines(task: Any, model: Any) -> list[str]:
     """Return lines of Python that load the model, and its tokenizer; the first one names the library."""
     name = type(model).__name__
-    of_addon = first_answer(addon.loading_lines(model) for addon in used_addons(task.cfg))
+    of_addon = first_answer(addon.loading_lines(model) for addon in task.cfg.addons)
     lines = of_addon or [
         f"from transformers import {name}",
         f'model = {name}.from_pretrained(".")  # this folder, or its name',

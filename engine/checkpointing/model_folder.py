@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
-from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
 from engine.models.generation import name_end_of_turn
 from engine.process import private_apis
@@ -36,7 +35,7 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
         name_end_of_turn(model, task)
     if base is not None:
         base.write(folder)  # before the add-ons write what they have trained
-    for addon in used_addons(task.cfg):
+    for addon in task.cfg.addons:
         tensors = addon.write_own_tensors(model, tensors, folder, rank, world)
     tensors = task.write_files(folder, tensors, rank)
     own_files = {*folder.iterdir()} if rank > 0 else set()
@@ -142,5 +141,5 @@ def is_final_of(step: int, folder: Path) -> bool:
 
 def change_by_addons(folder: Path, run: Run) -> bool:
     """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
-    changes = [addon.change_final_model(folder, run.task) for addon in used_addons(run.cfg)]  # each is called
+    changes = [addon.change_final_model(folder, run.task) for addon in run.cfg.addons]  # each is called
     return any(changes)

@@ -18,7 +18,6 @@ import xxhash
 
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
 from engine.config.paths import locate
 from engine.config.run_config import RunConfig
 from engine.distributed.running_statistics import persistent_buffers
@@ -78,7 +77,7 @@ def read_base(folder: str | Path) -> BaseModel | None:
 
 def leaves_out_base(cfg: RunConfig) -> bool:
     """Return whether an add-on of the run file trains something beside a base model."""
-    return any(overrides(addon, Addon.names_of_base) for addon in used_addons(cfg))
+    return any(overrides(addon, Addon.names_of_base) for addon in cfg.addons)
 
 
 def tensors_of_base(task: Any, model: torch.nn.Module, tensors: dict[str, Any]) -> set[str]:
@@ -87,7 +86,7 @@ def tensors_of_base(task: Any, model: torch.nn.Module, tensors: dict[str, Any]) 
     These are the frozen parameters of the base model. Buffers are saved, because training may change them."""
     if getattr(task, "base_model", None) is None:
         return set()
-    names = {name for addon in used_addons(task.cfg) for name in addon.names_of_base(model)}
+    names = {name for addon in task.cfg.addons for name in addon.names_of_base(model)}
     kept = persistent_buffers(model).keys()
     return {name for name in names & tensors.keys() - kept if not getattr(tensors[name], "requires_grad", False)}
 
@@ -108,7 +107,7 @@ def find_base(cfg: RunConfig, weights: str | Path | None, read: bool = True) -> 
     base = read_base(folder)
     if base is not None:
         return base
-    if any(addon.has_trained(folder) for addon in used_addons(cfg)):
+    if any(addon.has_trained(folder) for addon in cfg.addons):
         return None if weight_files(folder) else _named_base(cfg, read)  # of an adapter that another program wrote
     return BaseModel(_as_given(cfg, folder), weights=hash_of_weights(cfg, folder) if read else None)
 

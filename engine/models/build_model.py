@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, errors_of, warn
-from engine.config.find_addons import used_addons
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
@@ -163,7 +162,7 @@ def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     base = read_base(folder)
     if base and not weight_files(folder):
         raise UsageError(f"{folder} holds only what an add-on has trained on {base}: {fix}")
-    writes_tensors = any(overrides(each, Addon.write_own_tensors) for each in used_addons(cfg))
+    writes_tensors = any(overrides(each, Addon.write_own_tensors) for each in cfg.addons)
     is_loaded = weights is not None and writes_tensors
     files = tensors_of_addons(folder)
     if files and not is_loaded:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from engine.config.errors import warn
-from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
 from engine.models.base_model import tensors_of_base
 from engine.run import memory
@@ -86,7 +85,7 @@ def _final_bytes(cfg: RunConfig, model: ModelWithLoss) -> int:
     weights, trained = memory.count_bytes(saved)
     if memory.bytes_of_scales(saved):  # a base in few bits is merged in 16
         weights = 2 * memory.count_parameters(saved)[0]
-    return weights if all(addon.writes_base() for addon in used_addons(cfg)) else trained
+    return weights if all(addon.writes_base() for addon in cfg.addons) else trained
 
 
 def _disk_bytes(cfg: RunConfig, checkpoint: int, final: int, total: int) -> int:

@@ -15,7 +15,7 @@ from addons.adapters.peft.injection import WRAPPED, add_adapter
 from engine.checkpointing.model_folder import write_model
 from engine.checkpointing.tensor_files import write_index, write_tensors
 from engine.config.errors import UsageError
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import first_answer
 from engine.models.config_and_tokenizer import CONFIG_OF_ADAPTER
 from engine.models.new_tokens import token_ids
 from engine.run.model_with_loss import ModelWithLoss
@@ -30,7 +30,7 @@ def write_merged(task: Any, folder: Path) -> None:
 
     That is also what an exact evaluation or further training needs besides the base model."""
     whole = task.build_base(str(folder))
-    dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in used_addons(task.cfg))
+    dtype = first_answer(addon.change_base_to_merge(task, whole) for addon in task.cfg.addons)
     tuner = add_adapter(task, whole, folder)
     trained = {name: value.clone() for name, value in trained_tensors(task, tuner.model).items()}
     (folder / ADAPTER).mkdir()

@@ -12,6 +12,7 @@ import yaml
 
 from engine.checkpointing import locate_weights, resume, run_identity
 from engine.config.errors import UsageError
+from engine.config.option import declared_options
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
 from engine.distributed.choose_backend import make_backend
@@ -71,7 +72,7 @@ def wrongly_treated(folder: Path, task: str) -> list[str]:
     may_change = changeable_fields(RunConfig, type(options))
     for holder in (cfg, options) if task == "causal_lm" else (options,):
         for field in dataclasses.fields(holder):
-            if field.name in BY_CONTENT:
+            if field.name in BY_CONTENT or "option" not in field.metadata:
                 continue
             value = another(field, getattr(holder, field.name))
             changed = dataclasses.replace(holder, **{field.name: value})
@@ -94,7 +95,7 @@ def test_changed_field_is_refused_unless_it_may_change(tmp_path, task):
 
 
 def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
-    every = {field.name for kind in (RunConfig, OPTIONS["causal_lm"]()) for field in dataclasses.fields(kind)}
+    every = {name for kind in (RunConfig, OPTIONS["causal_lm"]()) for name in declared_options(kind)}
     declared = changeable_fields(RunConfig, OPTIONS["causal_lm"]())
     monkeypatch.setattr(run_identity, "changeable_fields", lambda *kinds: every)
     assert set(wrongly_treated(tmp_path, "causal_lm")) == every - declared - BY_CONTENT
@@ -230,33 +231,6 @@ def test_evaluation_in_the_same_precision_does_not_warn(straight, capsys):
         for precision in ("no", "bf16"):
             locate_weights.warn_of_precision(cfg, precision)
             assert ("evaluated with" in capsys.readouterr().err) == (precision == "bf16")
-
-
-# ---- run files with `per_device_batch_size: auto` ----------------------------------------------------------------------
-
-
-def test_auto_resumes_with_the_number_of_the_checkpoint(tiny, straight, interrupted):
-    """The run resumes bitwise, with the micro-batch that it began with: 4 rows."""
-    folder = interrupted()
-    run = kit.run_training(1, folder, *recipe.flags(tiny, per_device_batch_size="auto"))
-    assert yaml.safe_load((folder / "config.yaml").read_text())["per_device_batch_size"] == 4
-    assert recipe.same_run(run, straight[1])
-
-
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_auto_without_a_checkpoint_names_the_tool(tiny, interrupted, tmp_path, resume):
-    """A run, too, that starts over beside checkpoints."""
-    folder = interrupted().parent if resume == "never" else tmp_path / "new"
-    codes, texts = recipe.command(recipe.flags(tiny, per_device_batch_size="auto", resume=resume), folder)
-    assert codes == [2]
-    assert "per_device_batch_size is auto" in texts[0]
-    assert "make find-batch-size" in texts[0]
-
-
-def test_auto_takes_the_number_of_the_checkpoint_of_resume(tiny, straight, tmp_path):
-    for asked in (straight[1].folder, at_step(straight[1], 8)):
-        cfg = RunConfig(per_device_batch_size="auto", resume=str(asked), output_dir=str(tmp_path / "new"))
-        assert run_identity.with_values_of_run(cfg).per_device_batch_size == 4
 
 
 # ---- the plan of a run ---------------------------------------------------------------------------------------------------

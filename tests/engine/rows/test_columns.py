@@ -5,7 +5,6 @@ import json
 import datasets
 import pytest
 
-from engine.checkpointing import run_identity
 from engine.config import parsing
 from engine.config.errors import UsageError
 from engine.rows.examples import DatasetExamples
@@ -91,17 +90,9 @@ def test_other_parts_and_columns_are_refused(opened, columns, words):
         opened(NAMED, columns=columns)
 
 
-def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path):
-    kit.need_task("text_classification")
-    (tmp_path / "run.yaml").write_text("task: text_classification\nlabel_column: stars\n")
-    with pytest.raises(UsageError) as error:
-        parsing.parse(["--config", str(tmp_path / "run.yaml"), "--text_column", "review"], OPTIONS)
-    assert "run.yaml: label_column: unknown field; give columns: {label: stars}" in str(error.value)
-    assert "--text_column: unknown field; give --columns '{text: review}'" in str(error.value)
-    cfg, options = parsing.parse(["--columns", "{text: review, label: 5}"], OPTIONS)
+def test_columns_whose_names_are_numbers():
+    cfg, _ = parsing.parse(["--columns", "{text: review, label: 5}"], OPTIONS)
     assert cfg.columns == {"text": "review", "label": "5"}
-    schemas = (type(cfg), type(options))
-    assert "text_column" not in run_identity._fields({"text_column": "review"}, schemas)  # data.rows is compared
 
 
 def test_json_text_stands_for_lists_and_mappings(tmp_path):
