@@ -15,7 +15,7 @@ from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, warn
 from engine.config.find_addons import addons_declaring
-from engine.config.option import declared_options, default_values, is_from_checkpoint
+from engine.config.option import declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
 from engine.config.run_config import RunConfig, config_class
@@ -177,7 +177,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     parsed, argv = parser.parse_known_args(_or_newest_run(argv))
     if parsed.checkpoint is None:
         return argv, None, None
-    given = flag_names(argv)
+    given = set(flag_names(argv))
     models = given & {"model_name_or_path", "model_config"}
     if models:
         raise UsageError(f"checkpoint and {models.pop()} are both given: keep one")
@@ -202,7 +202,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
 
 def _or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv`; add the newest run in runs/ as --checkpoint if it names no checkpoint, run file or model."""
-    if flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config"}:
+    if {"checkpoint", "config", "model_name_or_path", "model_config"}.intersection(flag_names(argv)):
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
@@ -222,12 +222,11 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
     options = OPTIONS[task]()
     taken = {}
     for cls in (config_class(), *addons_declaring(config), options):
-        defaults = default_values(cls)
         for name, rules in declared_options(cls).items():
             value = config.get(name)
-            if name in given or value is None or value == defaults[name]:
+            if name in given or value is None or value == rules.default:
                 continue
-            if is_from_checkpoint(cls, name):
+            if is_from_checkpoint(rules):
                 names_data = rules.is_path or name == "mixture"
                 needs_flag = names_data and not plain_data(value)  # of a store that may run code
                 if not needs_flag:

@@ -14,7 +14,7 @@ import yaml
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.errors import UsageError
 from engine.config.find_addons import addons_declaring, follows_evaluations
-from engine.config.option import default_values
+from engine.config.option import declared_options
 from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import read_yaml
 from engine.config.run_config import RunConfig, changeable_fields, config_class, field_values
@@ -159,7 +159,7 @@ def changes_since(
 
 def _fields(config: dict[str, Any], schemas: tuple[type, ...]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
-    values = {name: value for schema in schemas for name, value in default_values(schema).items()}
+    values = {name: rules.default for schema in schemas for name, rules in declared_options(schema).items()}
     withdrawn = WITHDRAWN | {name for name in config.keys() - values.keys() if name.endswith("_column")}
     values |= {"plan_version": EQUAL_COUNTS} | {name: config[name] for name in config.keys() - withdrawn}
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides

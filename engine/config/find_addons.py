@@ -74,24 +74,19 @@ def addons_with_fields() -> tuple[type[Addon], ...]:
         if declares and not missing_need(path):
             parts = path.relative_to(REPOSITORY).with_suffix("").parts
             module = import_module(".".join(parts).removesuffix(".__init__"))
-            classes.append(addon_class(module))
+            classes += addon_classes(module)
     return tuple(classes)
 
 
-def addon_class(module: ModuleType) -> type[Addon]:
-    """Return the class derived from Addon that a module defines; raise UsageError for a name that Addon does not know."""
+def addon_classes(module: ModuleType) -> list[type[Addon]]:
+    """Return the classes derived from Addon that a module defines; raise UsageError for a name that Addon does not know."""
     classes = []
     for value in vars(module).values():
         is_defined_here = isinstance(value, type) and value.__module__ == module.__name__
         if is_defined_here and issubclass(value, Addon):
+            check_names(value)
             classes.append(value)
-    if len(classes) != 1:
-        names = ", ".join(cls.__name__ for cls in classes)
-        raise UsageError(
-            f"{module.__name__}: {names} are derived from Addon: a file has one add-on, so move the others"
-        )
-    check_names(classes[0])
-    return classes[0]
+    return classes
 
 
 def addons_declaring(names: Iterable[str]) -> list[type[Addon]]:

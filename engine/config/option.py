@@ -6,7 +6,7 @@ Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tes
 import dataclasses
 import json
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, reduce
 from types import NoneType, UnionType
@@ -36,7 +36,7 @@ NUMBERS = (int, float, bool, NoneType)  # the types of values that a checkpoint 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Help text and rules of a field, besides its type and default."""
+    """Help text and rules of a field."""
 
     help: str  # ends with "(default: …)" only if the default in the dataclass does not tell the effect
     choices: tuple = ()  # all texts that the field may have
@@ -57,6 +57,8 @@ class Option:
     is_path: bool | str = False
     is_rare: bool = False  # True if few runs set it: --help then only names it, and --help all shows it
     group: str = ""  # heading in --help; a field without a group belongs to the group of the field above
+    type: Any = None  # this and `default` as the dataclass has them
+    default: Any = None
 
 
 def option(help: str, default: Any = None, **rules) -> Any:
@@ -67,22 +69,16 @@ def option(help: str, default: Any = None, **rules) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared_options(cls: type) -> dict[str, Option]:
-    """Return {field name: Option} for all fields of a dataclass that are declared by `option`."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(cls) if "option" in field.metadata}
-
-
-def default_values(cls: type) -> dict[str, Any]:
-    """Return {field name: default} for all fields of a dataclass that are declared by `option`."""
-    defaults = cls()
-    return {name: getattr(defaults, name) for name in declared_options(cls)}
-
-
 @cache
-def field_types(cls: type) -> dict[str, Any]:
-    """Return {field name: type} for all fields of a dataclass that are declared by `option`."""
-    hints = get_type_hints(cls)
-    return {name: hints[name] for name in declared_options(cls)}
+def declared_options(cls: type) -> dict[str, Option]:
+    """Return {field name: Option, with its type and default} of the fields of a dataclass that `option` declares."""
+    types, defaults = get_type_hints(cls), cls()
+    options = {}
+    for field in dataclasses.fields(cls):
+        if "option" in field.metadata:
+            about = {"type": types[field.name], "default": getattr(defaults, field.name)}
+            options[field.name] = dataclasses.replace(field.metadata["option"], **about)
+    return options
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class Recomputation(TypedDict, total=False):
 
 
 def _with_rules(type_: Any, rules: Option) -> Any:
-    """Return the declared type of a field with its rules, as pydantic takes it."""
+    """Return a type, that of a field or a part of it, with the rules of the field, as pydantic takes it."""
     if len(_parts(type_)) > 1:
         return reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
     if get_origin(type_) is list:
@@ -196,26 +192,23 @@ def _with_rules(type_: Any, rules: Option) -> Any:
     return type_
 
 
-def _adapter(names: Collection[str], *classes: type) -> TypeAdapter:
-    """Return pydantic's type of fields of dataclasses, none of them required, with help, defaults and rules."""
+def _adapter(options: dict[str, Option]) -> TypeAdapter:
+    """Return pydantic's type of fields, none of them required, with help, defaults and rules."""
     fields = {}
-    for cls in classes:
-        defaults = default_values(cls)
-        for name, rules in declared_options(cls).items():
-            extra = {"default": defaults[name]}
-            if rules.group:
-                extra["x-group"] = rules.group
-            if rules.is_rare:
-                extra["x-rare"] = True
-            if name in names:  # a type of all fields would take a tenth of a second
-                about = Field(description=rules.help, json_schema_extra=extra)
-                fields[name] = Annotated[_with_rules(field_types(cls)[name], rules), about]  # pyrefly: ignore
+    for name, rules in options.items():
+        extra = {"default": rules.default}
+        if rules.group:
+            extra["x-group"] = rules.group
+        if rules.is_rare:
+            extra["x-rare"] = True
+        about = Field(description=rules.help, json_schema_extra=extra)
+        fields[name] = Annotated[_with_rules(rules.type, rules), about]  # pyrefly: ignore
     return TypeAdapter(TypedDict("Fields", fields, total=False))  # pyrefly: ignore
 
 
 def json_schema(cls: type) -> dict[str, dict]:
     """Return the JSON schema of each field of a dataclass."""
-    schemas = _adapter(field_types(cls), cls).json_schema()["properties"]
+    schemas = _adapter(declared_options(cls)).json_schema()["properties"]
     for schema in schemas.values():
         del schema["title"]
         if schema.get("type") == "array":  # one value stands for a list with one item
@@ -228,19 +221,18 @@ def json_schema(cls: type) -> dict[str, dict]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def is_from_checkpoint(cls: type, name: str) -> bool:
-    """Return whether eval.py takes the field `name` of a dataclass from a checkpoint, which may be anyone's.
+def is_from_checkpoint(rules: Option) -> bool:
+    """Return whether eval.py takes a field from a checkpoint, which may be anyone's.
 
     A number, a bool or a choice cannot name a file or code; a text, a list or a mapping has to be declared harmless."""
-    rules = declared_options(cls)[name]
     if rules.from_checkpoint is not None:
         return rules.from_checkpoint
-    parts = _parts(field_types(cls)[name])
+    parts = _parts(rules.type)
     return bool(rules.choices) or all(part in NUMBERS or get_origin(part) is Literal for part in parts)
 
 
 def value_of_words(type_: Any, words: list[str]) -> Any:
-    """Return the words after a flag, for a field of this type, as a run file would hold them; None: they are missing.
+    """Return the words after the flag of a field of this type as a run file would hold them; None: they are missing.
 
     The single word of a list may be the list in YAML or JSON; one of several is an item, such as a chat: a list of
     mappings."""
@@ -248,37 +240,37 @@ def value_of_words(type_: Any, words: list[str]) -> Any:
         return True if bool in _parts(type_) else None
     if get_origin(type_) is not list:
         return words[0] if len(words) == 1 else words
-    takes_chats = any(dict in get_args(part) for part in _parts(get_args(type_)[0]))
-    values = [_held(word, takes_chats) for word in words]
+    kinds = (list,) if type_ == list[str] else (list, dict)
+    values = [_held(word, kinds) for word in words]
     return values[0] if len(values) == 1 else values
 
 
-def _held(word: str, takes_mappings: bool) -> Any:
-    """Return the list that a word in brackets holds in YAML or JSON, or the mapping if that is taken; else the word."""
+def _held(word: str, kinds: tuple) -> Any:
+    """Return what a word in brackets holds in YAML or JSON, if that is of these types; else the word."""
     value = None
-    if (word[:1], word[-1:]) in (("[", "]"), ("{", "}")):
+    if word[:1] + word[-1:] in ("[]", "{}"):
         with suppress(yaml.YAMLError, ValueError):
             value = _read_text(word)
-    return value if isinstance(value, list) or (takes_mappings and isinstance(value, dict)) else word
+    return value if isinstance(value, kinds) else word
 
 
-def read_values(given: dict[str, Any], *classes: type, from_user: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return ({name: value} of fields as the types that `classes` declare, {name: sentence} of all that are invalid).
+def read_values(
+    given: dict[str, Any], options: dict[str, Option], from_user: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ({name: value} as the types of these fields, {name: sentence} of all values that are invalid).
 
     `given` has values as a run file holds them; `from_user` is False for those of a checkpoint."""
     problems: dict[str, list] = {}
     try:
-        return _adapter(given, *classes).validate_python(given, context=from_user), {}
+        adapter = _adapter({name: options[name] for name in given})  # of all fields it would take a tenth of a second
+        return adapter.validate_python(given, context=from_user), {}
     except ValidationError as error:
         for problem in error.errors(include_url=False):  # several for a union, and for items of a list or mapping
             name, location = str(problem["loc"][0]), problem["loc"][1:]
             problems.setdefault(name, []).append((_place(given[name], location), problem))
     errors = {}
-    for cls in classes:
-        for name, rules in declared_options(cls).items():
-            if name in problems:
-                sentences = "; ".join(_sentences(problems[name], field_types(cls)[name], rules))
-                errors[name] = f"{name}: {sentences} ({rules.help})"
+    for name in problems:
+        errors[name] = f"{name}: {'; '.join(_sentences(problems[name], options[name]))} ({options[name].help})"
     return {}, errors
 
 
@@ -294,7 +286,7 @@ def _place(value: Any, location: tuple) -> list[str]:
     return place
 
 
-def _sentences(problems: list, type_: Any, rules: Option) -> Iterator[str]:
+def _sentences(problems: list, rules: Option) -> Iterator[str]:
     """Yield place, value and reason of the errors of a field, with the nearest name for a choice or a key.
 
     A mapping with a wrong key is meant as no other type of the union: what has an error within itself has no other."""
@@ -304,14 +296,11 @@ def _sentences(problems: list, type_: Any, rules: Option) -> Iterator[str]:
         value = problem["input"]
         reason = f"{value!r}: {problem['msg'].removeprefix('Value error, ')}{did_you_mean(str(value), rules.choices)}"
         if problem["type"] == "extra_forbidden":
-            keys = [key for part in _parts(type_) for each in (part, *get_args(part)) for key in _keys(each)]
+            mappings = [each for part in _parts(rules.type) for each in (part, *get_args(part)) if is_typeddict(each)]
+            keys = [key for mapping in mappings for key in mapping.__annotations__]
             reason = f"unknown field{did_you_mean(place[-1], keys)}"
         elif problem["type"] == "dict_type":
             reason = f"{value!r}: expected {{NAME: VALUE, …}} in YAML or JSON"
         elif not place and (value is None or isinstance(value, list)):
             reason = f"expected one value, found {' '.join(map(str, value or ())) or 'none'}"
         yield ": ".join([*place, reason])
-
-
-def _keys(type_: Any) -> list[str]:
-    return list(type_.__annotations__) if is_typeddict(type_) else []

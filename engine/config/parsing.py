@@ -14,7 +14,7 @@ import yaml
 
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
 from engine.config.find_addons import addons_declaring, addons_with_fields, missing_addon, run_config
-from engine.config.option import Option, declared_options, default_values, field_types, read_values, value_of_words
+from engine.config.option import Option, declared_options, read_values, value_of_words
 from engine.config.paths import locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
 from engine.config.run_config import RunConfig, config_class, field_values
@@ -89,15 +89,15 @@ class Given(NamedTuple):
     value: Any  # from YAML, or the list of words after a flag
 
 
-def flag_names(argv: list[str]) -> set[str]:
+def flag_names(argv: list[str]) -> list[str]:
     """Return the names of the flags of a command line."""
-    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    return [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
 
 
 def with_default_config(argv: list[str]) -> list[str]:
     """Add --config with the sample run file if `argv` names no run file, task, model or data."""
     begins_with_flag = not argv or argv[0].startswith("--")
-    if not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
+    if not begins_with_flag or CHOOSE_A_RUN.intersection(flag_names(argv)):
         return argv
     if os.environ.get("RANK", "0") == "0":
         print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
@@ -117,32 +117,33 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     Raise one UsageError that lists all unknown names, wrong types and values out of range. engine/config/validation.py
     checks the rules between fields."""
     flags, path = split_flags(argv)
-    _warn_of_lists_given_twice(argv)
     given = _given_values(flags, path, base or {})
     task = _task(given, tasks)
     options_type = tasks[task]()
-    own = declared_options(options_type).keys()
-    classes = (options_type, *addons_declaring(given.keys() - own), config_class())
-    types: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    for cls in classes:
-        types |= field_types(cls)
-        defaults |= default_values(cls)
+    own = declared_options(options_type)
+    fields = dict(own)
+    for cls in (*addons_declaring(given.keys() - own.keys()), config_class()):
+        fields |= declared_options(cls)
     errors = {}
     values: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # of the user, of a checkpoint
     for name, each in given.items():
-        if name not in types:
-            errors[name] = _explain_unknown(name, task, tasks, types)
-        elif not (_is_nothing(each.value) and defaults[name] in (None, "", [], {})):
-            value = value_of_words(types[name], each.value) if each.source == "--" else each.value
+        if name not in fields:
+            errors[name] = _explain_unknown(name, task, tasks, fields)
+        elif not (_is_nothing(each.value) and fields[name].default in (None, "", [], {})):
+            value = value_of_words(fields[name].type, each.value) if each.source == "--" else each.value
             values[each.source != ""][name] = value
     read: dict[str, Any] = {}
     for is_from_user, part in values.items():
-        of_part, wrong = read_values(part, *classes, from_user=is_from_user)
+        of_part, wrong = read_values(part, fields, is_from_user)
         read |= of_part
         errors |= {name: missing_addon(name, part[name]) or sentence for name, sentence in wrong.items()}
     if errors:
         raise UsageError(list_errors([f"{given[name].source}{errors[name]}" for name in given if name in errors]))
+    for name in flags:
+        if get_origin(fields[name].type) is list and flag_names(argv).count(name) > 1:
+            warn(
+                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
+            )
     read.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
     options = options_type(**{name: read.pop(name) for name in own if name in read})
     cfg = run_config(**read)
@@ -189,7 +190,7 @@ def _task(given: dict[str, Given], tasks: Tasks) -> str:
 def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -> str:
     """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
-        if other != task and name in field_types(tasks[other]()):
+        if other != task and name in declared_options(tasks[other]()):
             return f"{name}: it belongs to task {other}, but the task of this run is {task}"
     sentence = missing_addon(name)
     if sentence:
@@ -198,7 +199,7 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -
     names = [*names]
     for addon in addons_with_fields():
         elsewhere |= addon.names_elsewhere()
-        names += field_types(addon)
+        names += declared_options(addon)
     fix = f"; {elsewhere[name]}" if name in elsewhere else did_you_mean(name, names)
     return f"{name}: unknown field{fix}"
 
@@ -226,15 +227,6 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
     return flags, path_of_flag(paths[0], "--config") or None
-
-
-def _warn_of_lists_given_twice(argv: list[str]) -> None:
-    names = [word[2:].partition("=")[0].replace("-", "_") for word in argv if re.match(r"--[A-Za-z]", word)]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1 and get_origin(field_types(config_class()).get(name)) is list:
-            warn(
-                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
-            )
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

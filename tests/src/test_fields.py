@@ -99,14 +99,12 @@ MUTANTS = [  # what a copy writes by mistake
 
 
 @pytest.mark.parametrize("text, sentence", MUTANTS)
-def test_mutant_field_without_option_is_named(fields, capsys, text, sentence):
+def test_mutant_field_without_option_is_named(fields, text, sentence):
     fields(text)
     with pytest.raises(UsageError, match=sentence):
         parsing.parse([], OPTIONS)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(UsageError, match=sentence):
         show_schema(OPTIONS)
-    assert end.value.code == 2
-    assert f"error: {sentence}" in capsys.readouterr().err
 
 
 @pytest.mark.cluster
