@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import first_answer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,7 +180,7 @@ class Task:
         """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this.
 
         `on_built` is called with the model before that."""
-        addons = used_addons(self.cfg)
+        addons = self.cfg.addons
         model = first_answer(each.build(self, weights, empty) for each in addons)
         if model is None:
             model = self.build(weights, empty)
@@ -192,4 +192,4 @@ class Task:
 
     def left_out(self, model: torch.nn.Module, tensors: dict[str, Any], final: bool = False) -> set[str]:
         """Return the names in `tensors` of the saved part `model` that a checkpoint leaves out, or final/ if `final`."""
-        return set().union(*(each.left_out(model, tensors, final) for each in used_addons(self.cfg)))
+        return set().union(*(each.left_out(model, tensors, final) for each in self.cfg.addons))

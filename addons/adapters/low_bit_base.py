@@ -16,6 +16,7 @@ import torch
 from engine.config.addon import Addon
 from engine.config.errors import UsageError, how_to_install
 from engine.config.option import option
+from engine.config.run_config import field_values
 from engine.distributed.init_accelerator import sharding_of_launch
 from engine.process import private_apis
 
@@ -40,7 +41,7 @@ class LowBitBase(Addon):
         name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
         if self.load_in_4bit and self.load_in_8bit:
             yield "load_in_4bit and load_in_8bit are both true: give one of them"
-        if not getattr(cfg, "peft", None):
+        if not field_values(cfg).get("peft"):
             yield (
                 f"{name}: weights of so few bits cannot be trained, only an adapter on them: give peft: {{type: lora, …}}, "
                 "or remove this field"
@@ -74,7 +75,7 @@ class LowBitBase(Addon):
 
     def complete(self, cfg: Any) -> dict[str, Any]:
         """Return that final/ holds the adapter alone, unless the run file says otherwise."""
-        return {"merge": False} if getattr(cfg, "merge", True) is None else {}
+        return {"merge": False} if field_values(cfg).get("merge", True) is None else {}
 
     def plan_rows(self, cfg: Any, task: Any, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
         """Return the line of the plan about the bits of the base model."""
@@ -83,7 +84,11 @@ class LowBitBase(Addon):
 
     def change_card(self, card: Any, task: Any, model: torch.nn.Module) -> None:
         """Say how many bits the base model had."""
-        merged = " The merged weights are the dequantized ones and the adapter, in bfloat16." if task.cfg.merge else ""
+        merged = (
+            " The merged weights are the dequantized ones and the adapter, in bfloat16."
+            if field_values(task.cfg)["merge"]
+            else ""
+        )
         card.paragraphs.append(
             f"The base model had {self._kind()} in training and evaluation, by bitsandbytes.{merged}"
         )
@@ -109,7 +114,7 @@ def layers_to_quantize(task: Any, model: torch.nn.Module) -> list[str]:
         )
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise RuntimeError("the base model has its adapter already, which would be quantized, too")
-    trained = [*getattr(task, "new_head", ()), *((task.cfg.peft or {}).get("modules_to_save") or ())]
+    trained = [*getattr(task, "new_head", ()), *(field_values(task.cfg)["peft"].get("modules_to_save") or ())]
     kept = private_apis.names_not_to_quantize(model)
     layers = []
     for name, module in model.named_modules():

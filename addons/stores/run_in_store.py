@@ -24,7 +24,7 @@ from engine.checkpointing.async_writer import finish_writing
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.errors import Failure, UsageError, warn
 from engine.config.paths import addresses, on_this_node
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, field_values
 from engine.process.exit_codes import on_exit
 from engine.storage import atomic_folder, verify_hashes
 from engine.storage.cache_folder import cache_root, exclusive, run_once
@@ -67,7 +67,7 @@ class RunInStore(RunStore):
         addresses[str(self.folder)] = self.address
         self.rank = int(os.environ.get("RANK", "0"))
         self.is_main = self.rank == 0
-        self.lease = Lease(self.store, getattr(cfg, "store_lease", LEASE), _launch())
+        self.lease = Lease(self.store, field_values(cfg).get("store_lease", LEASE), _launch())
         self.sent: dict[str, tuple[int, int]] = {}  # files of the record -> size and time when they were the store's
         self.ending = threading.Lock()
         self.has_begun = False

@@ -20,6 +20,7 @@ import xxhash
 from addons.streaming.shards import BLOCK, PreparedRow, StreamShards
 from addons.streaming.sources import StreamSource
 from engine.config.errors import UsageError
+from engine.config.run_config import field_values
 from engine.plan.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
 from engine.plan.data_loader import Item, StepBatch, changed_plan, collate, open_loader
 from engine.plan.row_order import permute
@@ -60,7 +61,7 @@ class Stream:
         plan = PlanConfig(
             ENDLESS,
             cfg.global_batch_size,
-            int(cfg.per_device_batch_size),
+            cfg.per_device_batch_size,
             cfg.seed,
             max_tokens=cfg.per_device_batch_tokens,
             step_sizes=sizes_of_run(cfg, ENDLESS),
@@ -69,7 +70,7 @@ class Stream:
         )
         self.plan = changed_plan(plan, cfg, task, self)
         count = len(self.shards)
-        self.shard_groups = cfg.stream_lanes or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
+        self.shard_groups = field_values(cfg)["stream_lanes"] or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
         if self.shard_groups > count:  # a group without a shard would leave its share of every step empty
             raise UsageError(
                 f"stream_lanes is {self.shard_groups}, but there are {count} shards (files): give at most {count}, or more "

@@ -14,7 +14,7 @@ from addons.techniques import TECHNIQUES, Technique
 from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
 from engine.config.errors import UsageError, did_you_mean, list_errors
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, field_values
 from engine.distributed.backends import Backend
 from engine.distributed.sharded_tensors import plain_name, reshard
 from engine.run.techniques import Techniques
@@ -26,7 +26,7 @@ def read_techniques(cfg: Any) -> tuple[dict[str, Technique], list[str]]:
     """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
     techniques: dict[str, Technique] = {}
     errors = []
-    for name, options in (cfg.techniques or {}).items():
+    for name, options in (field_values(cfg).get("techniques") or {}).items():
         if name not in TECHNIQUES:
             there = f"{did_you_mean(name, TECHNIQUES)}; choose from {', '.join(TECHNIQUES)}"
             errors.append(f"techniques: {name}: unknown{there}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from addons.techniques import Technique
 from engine.config.errors import did_you_mean
-from engine.config.option import declared_options, read_value
+from engine.config.option import declared_options, read_values
 
 
 def read_options(kind: type[Technique], given: Any) -> Technique:
@@ -23,17 +23,10 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
     if unknown := [str(name) for name in given if name not in rules]:
         text = f"{unknown[0]}: unknown option{did_you_mean(unknown[0], rules)}"
         raise ValueError(f"{text}; it has {', '.join(rules) or 'none'}")
-    values, errors, defaults = {}, [], kind()
-    for name, value in given.items():
-        default = getattr(defaults, name)
-        if value is None or (type(value) is type(default) and value == default):  # [] too, as config.yaml records it
-            continue
-        try:
-            values[name] = read_value(kind, name, value)
-        except ValueError as error:
-            errors.append(str(error))
+    changed = {name: value for name, value in given.items() if value is not None and value != rules[name].default}
+    values, errors = read_values(changed, rules)
     if errors:
-        raise ValueError("; ".join(errors))
+        raise ValueError("; ".join(errors.values()))
     return kind(**values)
 
 

@@ -9,7 +9,7 @@ from addons.techniques._weight_copies import TrainedTensors, assign
 from engine.config.errors import UsageError
 from engine.config.optimizer_class import arguments_of_fields, find_optimizer
 from engine.config.option import option
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, field_values
 from engine.distributed.sharded_tensors import reshard
 from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
 
@@ -35,7 +35,7 @@ class ScheduleFree(Technique):
             raise UsageError(
                 f"techniques: schedule_free replaces momentum, but adam_beta1 is {cfg.adam_beta1:g}: give --adam_beta1 0"
             )
-        if "cycle_momentum" in (vars(cfg)["techniques"] or {}):
+        if "cycle_momentum" in field_values(cfg).get("techniques", ()):
             raise UsageError("techniques: schedule_free replaces momentum, which cycle_momentum sets: keep one of them")
 
     def begin(self) -> None:

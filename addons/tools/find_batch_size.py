@@ -36,7 +36,7 @@ MOMENTS = 2  # tensors that AdamW keeps for each trained weight; others keep few
 
 def main(argv: list[str]) -> None:
     cfg, task_options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
-    cfg = replace(cfg, per_device_batch_size=1, report_to=[])  # the run file may say `auto`; no tracker
+    cfg = replace(cfg, per_device_batch_size=1, report_to=[])  # no tracker
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)

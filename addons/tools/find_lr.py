@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import train
 from engine.checkpointing.checkpointer import Checkpointer
 from engine.config import parsing, validation
-from engine.config.errors import Failure, Stopped, UsageError
-from engine.config.option import AS_GIVEN, declared_options, option, read_words
+from engine.config.errors import Failure, Stopped, UsageError, list_errors
+from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
 from engine.distributed import stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from engine.plan import dataset
@@ -128,14 +128,16 @@ def main(argv: list[str]) -> None:
 def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
     """Return (the flags of the range test, the other words of `argv`). Raise UsageError for an invalid value."""
     parser = argparse.ArgumentParser(allow_abbrev=False, epilog="and all flags of train.py")
-    for name, rules in declared_options(RangeTest).items():
+    options = declared_options(RangeTest)
+    for name, rules in options.items():
         parser.add_argument(f"--{name}", nargs="*", help=rules.help.replace("%", "%%"))
     flags, rest = parser.parse_known_args(argv)
     given = {name: words for name, words in vars(flags).items() if words is not None}
-    try:
-        test = RangeTest(**{name: read_words(RangeTest, name, words) for name, words in given.items()})
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
+    words_as_values = {name: value_of_words(options[name].type, words) for name, words in given.items()}
+    values, errors = read_values(words_as_values, options)
+    if errors:
+        raise UsageError(list_errors([f"--{sentence}" for sentence in errors.values()]))
+    test = RangeTest(**values)
     if test.start_lr >= test.end_lr:
         raise UsageError(f"start_lr is {test.start_lr}: it must be below end_lr, which is {test.end_lr}")
     return test, rest

@@ -21,7 +21,6 @@ from engine.checkpointing.resume import Start
 from engine.checkpointing.run_identity import VERSION
 from engine.checkpointing.tensor_files import Tensors
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
-from engine.config.find_addons import used_addons
 from engine.config.parsing import to_yaml
 from engine.config.paths import addresses
 from engine.distributed import replica_check
@@ -259,7 +258,7 @@ class Checkpointer:
             if not self.writer.finish():
                 raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete():
-            self.addon_messages = [addon.final_is_written(self.cfg) for addon in used_addons(self.cfg)]
+            self.addon_messages = [addon.final_is_written(self.cfg) for addon in self.cfg.addons]
 
     def _has_final(self, final: Path) -> bool:
         """Return whether `final` is intact, of the step that it should have, and what the add-ons would write."""

@@ -4,7 +4,6 @@ Tests: tests/engine/checkpointing/test_resume.py, tests/src/training/test_evalua
 """
 
 import argparse
-import dataclasses
 import os
 import re
 import shlex
@@ -15,11 +14,11 @@ from engine.checkpointing.checkpoint_folder import newest_intact, read_state
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, warn
-from engine.config.find_addons import config_type, used_addons
-from engine.config.option import Source, declared_options, is_from_checkpoint
+from engine.config.find_addons import addons_declaring
+from engine.config.option import declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, config_class
 from engine.models.config_and_tokenizer import ADAPTER_CONFIG, config_file, refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
@@ -40,7 +39,7 @@ def init_weights(cfg: RunConfig, task: Any = None) -> Path | None:
     folder = Path(locate(cfg.init_from))
     # An adapter that another program wrote is neither a model nor a checkpoint.
     is_adapter = (folder / ADAPTER_CONFIG).exists() and not _holds_model(folder)
-    takes_adapters = any(overrides(addon, Addon.build) for addon in used_addons(cfg))
+    takes_adapters = any(overrides(addon, Addon.build) for addon in cfg.addons)
     weights = folder if is_adapter and takes_adapters else locate_weights(cfg.init_from, "init_from")
     _check_classes(weights, getattr(task, "labels", None))
     _check_tokens(weights, getattr(task, "tokenizer", None))
@@ -126,7 +125,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     parsed, argv = parser.parse_known_args(_or_newest_run(argv))
     if parsed.checkpoint is None:
         return argv, None, None
-    given = flag_names(argv)
+    given = set(flag_names(argv))
     models = given & {"model_name_or_path", "model_config"}
     if models:
         raise UsageError(f"checkpoint and {models.pop()} are both given: keep one")
@@ -150,7 +149,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
 
 def _or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv`; add the newest run in runs/ as --checkpoint if it names no checkpoint, run file or model."""
-    if flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config"}:
+    if {"checkpoint", "config", "model_name_or_path", "model_config"}.intersection(flag_names(argv)):
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
@@ -169,14 +168,13 @@ def _values_to_take(config: dict, given: set[str]) -> dict:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
     options = OPTIONS[task]()
     taken = {}
-    for cls in (config_type(config), options):
-        defaults = dataclasses.asdict(cls())
+    for cls in (config_class(), *addons_declaring(config), options):
         for name, rules in declared_options(cls).items():
             value = config.get(name)
-            if name in given or value is None or value == defaults[name]:
+            if name in given or value is None or value == rules.default:
                 continue
-            if is_from_checkpoint(cls, name):
-                names_data = rules.is_path or rules.values is Source
+            if is_from_checkpoint(rules):
+                names_data = rules.is_path or name == "mixture"
                 needs_flag = names_data and not plain_data(value)  # of a store that may run code
                 if not needs_flag:
                     taken[name] = value
@@ -200,7 +198,7 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
     train_file is used only for the rows held out of it: it may be a URL without its credentials."""
     dropped = {"train_file"} if "validation_file" in values else set()
     holding_out = set()  # fields of add-ons that hold rows out
-    for addon in config_type({*given, *values}).addons:
+    for addon in addons_declaring({*given, *values}):
         if overrides(addon, Addon.find_sources):
             holding_out |= {*declared_options(addon)}
     if not holding_out & {*given, *values}:

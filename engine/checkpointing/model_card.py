@@ -11,7 +11,6 @@ import yaml
 
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.checkpointing.tensor_files import Shards, weights_sha256
-from engine.config.find_addons import used_addons
 from engine.config.redact import redact_all
 from engine.rows.chat_options import PROMPT
 from engine.rows.prepared_split import counted_rows
@@ -60,7 +59,7 @@ def write_card(folder: Path, run: Run, config: dict, evaluated: int, best: str) 
     code = [f"from transformers import {kind.__name__}"]
     code.append(f'model = {kind.__name__}.from_pretrained(".")  # this folder, or its name')
     card = Card([first], code, name, commit)
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         addon.change_card(card, task, model)
     parts = card.paragraphs
     if card.base and (card.commit or card.weights):

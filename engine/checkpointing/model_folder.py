@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from engine.checkpointing.tensor_files import Tensors, file_name, write_tensors
 from engine.config.addon import Addon, overrides
-from engine.config.find_addons import used_addons
 from engine.config.paths import read_yaml
 from engine.config.redact import redact_all
 from engine.config.run_config import RunConfig
@@ -37,7 +36,7 @@ def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, 
     if task.reads_chats:
         name_end_of_turn(model, task)
     left: Tensors | None = tensors
-    for addon in used_addons(task.cfg):
+    for addon in task.cfg.addons:
         left = None if left is None else addon.save(task, model, left, folder, rank, world)
     tensors = task.write_files(folder, left or {}, rank)
     own_files = {*folder.iterdir()} if rank > 0 else set()
@@ -143,7 +142,7 @@ def is_final_of(step: int, folder: Path) -> bool:
 
 def finish_by_addons(folder: Path, run: Run) -> bool:
     """Let add-ons change a complete final/, such as merging an adapter; return whether one has done so."""
-    changes = [addon.finish(run.task, folder) for addon in used_addons(run.cfg)]  # each is called
+    changes = [addon.finish(run.task, folder) for addon in run.cfg.addons]  # each is called
     return any(changes)
 
 
@@ -151,7 +150,7 @@ def is_finished_alike(folder: Path, cfg: RunConfig, config: dict) -> bool:
     """Return whether final/ was written with the values in `config` of all fields of the add-ons that finish it."""
     written = read_yaml(folder / RUN_CONFIG)
     names: set[str] = set()
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         if overrides(addon, Addon.finish):
             names |= vars(addon).keys()
     now = redact_all(config)

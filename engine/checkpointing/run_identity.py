@@ -13,10 +13,11 @@ import yaml
 
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.config.errors import UsageError
-from engine.config.find_addons import config_type, follows_evaluations
+from engine.config.find_addons import addons_declaring, follows_evaluations
+from engine.config.option import declared_options
 from engine.config.parsing import gives_folder, to_yaml
 from engine.config.paths import REPOSITORY, read_yaml
-from engine.config.run_config import RunConfig, changeable_fields
+from engine.config.run_config import RunConfig, changeable_fields, config_class, field_values
 from engine.models.config_and_tokenizer import config_file, pretrained_source
 from engine.process.library_errors import keep_tracebacks_in
 from engine.storage import jsonl, run_store, verify_hashes
@@ -126,7 +127,7 @@ def changes_since(
         return {"engine": f"engine: {version} → {VERSION}"}, {}
     # The fields of an add-on that only one of the two runs names count, too.
     names = [name for name, value in state["config"].items() if value is not None]
-    schemas = (config_type([*names, *vars(cfg)]), type(options))
+    schemas = (config_class(), *addons_declaring([*names, *field_values(cfg)]), type(options))
     was = _fields(state["config"], schemas) | state["identity"]
     now = _fields(yaml.safe_load(to_yaml(cfg, options)), schemas) | current
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
@@ -143,20 +144,20 @@ def changes_since(
     return refused, allowed
 
 
-def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:
+def _fields(config: dict[str, Any], schemas: tuple[type, ...]) -> dict[str, Any]:
     """Return a saved configuration for the comparison; a field that it lacks had its default."""
-    values = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
+    values = {name: rules.default for schema in schemas for name, rules in declared_options(schema).items()}
     values |= config
     values["parameter_groups"] = str(values["parameter_groups"])  # in its order: the first pattern that matches decides
-    for addon in schemas[0].addons:
+    for addon in schemas[1:-1]:
         values = addon.identity(values)
     return values
 
 
-def _may_change(cfg: RunConfig, schemas: tuple[type[RunConfig], type], was: dict, now: dict) -> set[str]:
+def _may_change(cfg: RunConfig, schemas: tuple[type, ...], was: dict, now: dict) -> set[str]:
     """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
     names = changeable_fields(*schemas) - LENGTH | {"model.commit", "processes"}
-    for addon in schemas[0].addons:
+    for addon in schemas[1:-1]:
         names |= addon.may_change()
     if follows_evaluations(cfg):
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}

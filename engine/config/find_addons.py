@@ -5,12 +5,10 @@ a field that its class declares (engine/config/addon.py); an accelerate file nam
 Tests: tests/project/test_without_addons.py.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable
-from copy import copy
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -76,50 +74,35 @@ def addons_with_fields() -> tuple[type[Addon], ...]:
         if declares and not missing_need(path):
             parts = path.relative_to(REPOSITORY).with_suffix("").parts
             module = import_module(".".join(parts).removesuffix(".__init__"))
-            classes.append(addon_class(module))
+            classes += addon_classes(module)
     return tuple(classes)
 
 
-def addon_class(module: ModuleType) -> type[Addon]:
-    """Return the class derived from Addon that a module defines; raise UsageError for a name that Addon does not know."""
+def addon_classes(module: ModuleType) -> list[type[Addon]]:
+    """Return the classes derived from Addon that a module defines; raise UsageError for a name that Addon does not know."""
     classes = []
     for value in vars(module).values():
         is_defined_here = isinstance(value, type) and value.__module__ == module.__name__
         if is_defined_here and issubclass(value, Addon):
+            check_names(value)
             classes.append(value)
-    if len(classes) != 1:
-        names = ", ".join(cls.__name__ for cls in classes)
-        raise UsageError(
-            f"{module.__name__}: {names} are derived from Addon: a file has one add-on, so move the others"
-        )
-    check_names(classes[0])
-    return classes[0]
+    return classes
 
 
-def config_type(names: Iterable[str]) -> type[RunConfig]:
-    """Return RunConfig with the fields of the add-ons that declare one of `names`."""
-    names = set(names) - {field.name for field in dataclasses.fields(config_class())}
-    if not names:
-        return config_class()
-    addons = [addon for addon in addons_with_fields() if names & declared_options(addon).keys()]
-    return _extended(tuple(addons))
-
-
-@cache
-def _extended(addons: tuple[type[Addon], ...]) -> type[RunConfig]:
-    if not addons:
-        return config_class()
-    fields = []
-    for addon in addons:
-        fields += [(field.name, field.type, copy(field)) for field in dataclasses.fields(addon)]
-    # The type is made at run time, so pickle cannot find it by its name.
-    namespace = {"addons": addons, "__reduce__": lambda cfg: (partial(run_config, **vars(cfg)), ())}
-    return dataclasses.make_dataclass("RunConfig", fields, bases=(config_class(),), namespace=namespace, frozen=True)
+def addons_declaring(names: Iterable[str]) -> list[type[Addon]]:
+    """Return the add-ons that declare one of these fields, other than those of the core; import none if there is none."""
+    names = set(names) - declared_options(config_class()).keys()
+    return [cls for cls in addons_with_fields() if names & declared_options(cls).keys()] if names else []
 
 
 def run_config(**values: Any) -> RunConfig:
-    """Return a RunConfig with these values, and the add-ons that declare them."""
-    return config_type(values)(**values)
+    """Return a RunConfig with these values, and the add-ons that they are of."""
+    addons = []
+    for cls in addons_declaring(values):
+        addon = cls(**{name: values.pop(name) for name in declared_options(cls) if name in values})
+        if addon != cls():  # config.yaml of a run may name fields that were not given
+            addons.append(addon)
+    return config_class()(addons=tuple(addons), **values)
 
 
 def missing_addon(name: str, value: Any = None) -> str | None:
@@ -149,18 +132,6 @@ def known_addons() -> dict[str, str]:
     return known
 
 
-def used_addons(cfg: RunConfig) -> list[Addon]:
-    """Return the add-ons that the run file uses, each with its fields: one of them is not its default.
-
-    config.yaml of a run names all fields, also those that were not given."""
-    used = []
-    for cls in cfg.addons:
-        addon = cls(**{name: getattr(cfg, name) for name in declared_options(cls)})
-        if addon != cls():
-            used.append(addon)
-    return used
-
-
 def first_answer(answers: Iterable[Any]) -> Any:
     """Return the first answer of add-ons that is not None, None if there is none."""
     return next((answer for answer in answers if answer is not None), None)
@@ -169,7 +140,7 @@ def first_answer(answers: Iterable[Any]) -> Any:
 def fields_of_addons_with(cfg: RunConfig, *methods: Callable[..., Any]) -> dict[str, Any]:
     """Return the fields, with their values unless these are None, of the add-ons that define one of these methods."""
     fields: dict[str, Any] = {}
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         if overrides(addon, *methods):
             fields |= {name: value for name, value in vars(addon).items() if value is not None}
     return fields

@@ -1,4 +1,4 @@
-"""Declaration of one field of the run file (YAML): help, type, choices, bounds; check of its value by pydantic.
+"""Declaration of the fields of the run file (YAML): help, type, choices, bounds; check of their values by pydantic.
 
 Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tests: tests/engine/config/test_config.py.
 """
@@ -6,6 +6,7 @@ Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tes
 import dataclasses
 import json
 import operator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, reduce
 from types import NoneType, UnionType
@@ -24,20 +25,18 @@ from pydantic import (
     WithJsonSchema,
     with_config,
 )
-from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict, is_typeddict
 
 from engine.config.errors import did_you_mean, one_line
 from engine.config.paths import Loader, check_length, expand
 
 AS_GIVEN = "as given"
-Auto = Literal["auto"]  # of old run files: read, but not offered by the JSON schema
 NUMBERS = (int, float, bool, NoneType)  # the types of values that a checkpoint may choose
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Help text and rules of a field, besides its type and default."""
+    """Help text and rules of a field."""
 
     help: str  # ends with "(default: …)" only if the default in the dataclass does not tell the effect
     choices: tuple = ()  # all texts that the field may have
@@ -45,7 +44,6 @@ class Option:
     max: float | None = None
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
-    values: Any = None  # of a dict: the type of its values, such as a TypedDict
     # True if a resumed run may change this field: the results do not depend on the field, or resume compares what it
     # determines (content of model and data, past learning rates). Resume refuses to change any other field.
     may_change_on_resume: bool = False
@@ -59,6 +57,8 @@ class Option:
     is_path: bool | str = False
     is_rare: bool = False  # True if few runs set it: --help then only names it, and --help all shows it
     group: str = ""  # heading in --help; a field without a group belongs to the group of the field above
+    type: Any = None  # this and `default` as the dataclass has them
+    default: Any = None
 
 
 def option(help: str, default: Any = None, **rules) -> Any:
@@ -69,9 +69,16 @@ def option(help: str, default: Any = None, **rules) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@cache
 def declared_options(cls: type) -> dict[str, Option]:
-    """Return {field name: Option} for all fields of a dataclass."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(cls)}
+    """Return {field name: Option, with its type and default} of the fields of a dataclass that `option` declares."""
+    types, defaults = get_type_hints(cls), cls()
+    options = {}
+    for field in dataclasses.fields(cls):
+        if "option" in field.metadata:
+            about = {"type": types[field.name], "default": getattr(defaults, field.name)}
+            options[field.name] = dataclasses.replace(field.metadata["option"], **about)
+    return options
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -90,6 +97,20 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _path(value: str, info: ValidationInfo) -> str:
+    """Return the name of a file or folder, expanded if the user gave it: one from a checkpoint may be anyone's."""
+    return check_length(expand(value) if info.context else value)
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _parts(type_: Any) -> tuple:
+    """Return the types of a union, or the type itself."""
+    return get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+
+
 def _read_text(text: str) -> Any:
     """Return what a text holds in YAML or JSON."""
     value = yaml.load(text, Loader)  # it also finds a key that is given twice
@@ -99,35 +120,22 @@ def _read_text(text: str) -> Any:
 
 
 def _mapping(value: Any) -> Any:
-    """Return text as the mapping that it holds, in YAML or JSON; raise ValueError if it holds none."""
-    if isinstance(value, str):
-        value = _read_text(value)
-    if not isinstance(value, dict):
-        raise ValueError("expected {NAME: VALUE, …} in YAML or JSON")
-    return value
-
-
-def _path(value: str, info: ValidationInfo) -> str:
-    """Return the name of a file or folder, expanded if the user gave it: one from a checkpoint may be anyone's."""
-    is_from_user = info.context is not None and info.context["from_user"]
-    return check_length(expand(value) if is_from_user else value)
-
-
-def as_list(value: Any) -> list:
-    """Return a list unchanged, and any other value as a list with one item."""
-    return value if isinstance(value, list) else [value]
+    """Return text as what it holds in YAML or JSON, and any other value unchanged."""
+    try:
+        return _read_text(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from None
 
 
 # ---- the mappings `mixture`, `parameter_groups` and `gradient_checkpointing` -----------------------------------------
 
 Name = Annotated[str, Field(min_length=1)]
-Column = Annotated[Name, BeforeValidator(_text)]  # which YAML may take for a number
 PathName = Annotated[Name, AfterValidator(_path)]
-PathNames = Annotated[list[PathName], BeforeValidator(as_list)]
+PathNames = Annotated[list[PathName], BeforeValidator(_as_list)]
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
-class Source(TypedDict, total=False):
+class MixtureSource(TypedDict, total=False):
     """One dataset of `mixture`."""
 
     train_file: PathNames
@@ -155,40 +163,28 @@ class Recomputation(TypedDict, total=False):
     offload: bool
 
 
-# ---- adapters of pydantic --------------------------------------------------------------------------------------------
-
-
-@cache
-def field_types(cls: type) -> dict[str, Any]:
-    """Return {field name: type} for a dataclass."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+# ---- the adapter of pydantic -----------------------------------------------------------------------------------------
 
 
 def _with_rules(type_: Any, rules: Option) -> Any:
-    """Return the declared type of a field with its rules, as pydantic takes it."""
+    """Return a type, that of a field or a part of it, with the rules of the field, as pydantic takes it."""
+    if len(_parts(type_)) > 1:
+        return reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
     if get_origin(type_) is list:
-        return Annotated[list[_with_rules(get_args(type_)[0], rules)], BeforeValidator(as_list)]  # pyrefly: ignore
-    if get_origin(type_) in (Union, UnionType):
-        return reduce(operator.or_, [_with_rules(part, rules) for part in get_args(type_)])
-    if type_ == Auto:
-        return SkipJsonSchema[Auto]
+        return Annotated[list[_with_rules(get_args(type_)[0], rules)], BeforeValidator(_as_list)]  # pyrefly: ignore
+    if is_typeddict(type_):
+        schema = TypeAdapter(type_).json_schema()  # inline: a reference would not be found in that of the run file
+        del schema["title"], schema["description"]
+        return Annotated[type_, BeforeValidator(_mapping), WithJsonSchema(schema)]
+    if dict in (type_, get_origin(type_)):
+        values = get_args(type_)[1] if get_args(type_) else JsonValue
+        mapping = Annotated[dict[str, _with_rules(values, rules)], BeforeValidator(_mapping)]  # pyrefly: ignore
+        return mapping if values is str else Annotated[mapping, WithJsonSchema({"type": "object"})]
     if rules.choices:
         return Annotated[Literal[rules.choices], BeforeValidator(_text)]  # pyrefly: ignore
     if type_ is str:  # constraints stand before readers, so that the JSON schema shows them
         text = Annotated[str, Field(min_length=None if rules.may_be_empty else 1), BeforeValidator(_text)]
         return Annotated[text, AfterValidator(_path)] if rules.is_path else text  # pyrefly: ignore
-    if type_ is dict:
-        values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
-        if rules.values is Column:
-            return Annotated[values, BeforeValidator(_mapping)]
-        return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
-    if is_typeddict(type_):
-        schema = TypeAdapter(
-            type_
-        ).json_schema()  # inline: a reference would not be found in the schema of the run file
-        del schema["title"], schema["description"]
-        return Annotated[type_, BeforeValidator(_mapping), WithJsonSchema(schema)]
     if type_ in (int, float):
         allow_inf_nan = None if type_ is int else False
         bounds = Field(ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below, allow_inf_nan=allow_inf_nan)
@@ -196,25 +192,25 @@ def _with_rules(type_: Any, rules: Option) -> Any:
     return type_
 
 
-@cache
-def _adapter(cls: type, name: str) -> TypeAdapter:
-    """Return pydantic's type of a field of a dataclass, with help, default and rules."""
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    rules = field.metadata["option"]
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    extra: dict[str, Any] = {"default": default}
-    if rules.group:
-        extra["x-group"] = rules.group
-    if rules.is_rare:
-        extra["x-rare"] = True
-    value = _with_rules(field_types(cls)[name], rules)
-    return TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
+def _adapter(options: dict[str, Option]) -> TypeAdapter:
+    """Return pydantic's type of fields, none of them required, with help, defaults and rules."""
+    fields = {}
+    for name, rules in options.items():
+        extra = {"default": rules.default}
+        if rules.group:
+            extra["x-group"] = rules.group
+        if rules.is_rare:
+            extra["x-rare"] = True
+        about = Field(description=rules.help, json_schema_extra=extra)
+        fields[name] = Annotated[_with_rules(rules.type, rules), about]  # pyrefly: ignore
+    return TypeAdapter(TypedDict("Fields", fields, total=False))  # pyrefly: ignore
 
 
 def json_schema(cls: type) -> dict[str, dict]:
     """Return the JSON schema of each field of a dataclass."""
-    schemas = {name: _adapter(cls, name).json_schema() for name in field_types(cls)}
+    schemas = _adapter(declared_options(cls)).json_schema()["properties"]
     for schema in schemas.values():
+        del schema["title"]
         if schema.get("type") == "array":  # one value stands for a list with one item
             items = schema["items"]
             others = [each["type"] for each in items.get("anyOf", [items]) if each["type"] != "array"]
@@ -225,84 +221,86 @@ def json_schema(cls: type) -> dict[str, dict]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def is_from_checkpoint(cls: type, name: str) -> bool:
-    """Return whether eval.py takes the field `name` of a dataclass from a checkpoint, which may be anyone's.
+def is_from_checkpoint(rules: Option) -> bool:
+    """Return whether eval.py takes a field from a checkpoint, which may be anyone's.
 
     A number, a bool or a choice cannot name a file or code; a text, a list or a mapping has to be declared harmless."""
-    rules = declared_options(cls)[name]
     if rules.from_checkpoint is not None:
         return rules.from_checkpoint
-    type_ = field_types(cls)[name]
-    parts = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+    parts = _parts(rules.type)
     return bool(rules.choices) or all(part in NUMBERS or get_origin(part) is Literal for part in parts)
 
 
-def read_words(cls: type, name: str, words: list[str]) -> Any:
-    """Return the words after a flag as the type of the field `name` of a dataclass. Raise ValueError as read_value."""
-    type_ = field_types(cls)[name]
-    if not words and bool in (type_, *get_args(type_)):
-        return True  # a flag without a value
-    if get_origin(type_) is list and words:
-        return _read_list(cls, name, words)
-    if len(words) != 1:
-        words_text = " ".join(words) or "none"
-        raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(cls)[name].help})")
-    return read_value(cls, name, words[0])
+def value_of_words(type_: Any, words: list[str]) -> Any:
+    """Return the words after the flag of a field of this type as a run file would hold them; None: they are missing.
+
+    The single word of a list may be the list in YAML or JSON; one of several is an item, such as a chat: a list of
+    mappings."""
+    if not words:
+        return True if bool in _parts(type_) else None
+    if get_origin(type_) is not list:
+        return words[0] if len(words) == 1 else words
+    kinds = (list,) if type_ == list[str] else (list, dict)
+    values = [_held(word, kinds) for word in words]
+    return values[0] if len(values) == 1 else values
 
 
-def _read_list(cls: type, name: str, words: list[str]) -> list:
-    """Return the words after the flag of a list as its items; a word that is a list in YAML or JSON is that list.
-
-    A single word is the whole list, one of several is an item, such as a chat: a list of mappings."""
-    (item,) = get_args(field_types(cls)[name])
-    takes_chats = any(dict in get_args(part) for part in get_args(item))
-    values = [_held(word, takes_chats) for word in words]
-    return read_value(cls, name, values if len(values) > 1 else values[0])
-
-
-def _held(word: str, takes_mappings: bool) -> Any:
-    """Return the list that a word in brackets holds in YAML or JSON, or the mapping if that is taken; else the word."""
+def _held(word: str, kinds: tuple) -> Any:
+    """Return what a word in brackets holds in YAML or JSON, if that is of these types; else the word."""
     value = None
-    if (word[:1], word[-1:]) in (("[", "]"), ("{", "}")):
+    if word[:1] + word[-1:] in ("[]", "{}"):
         with suppress(yaml.YAMLError, ValueError):
             value = _read_text(word)
-    return value if isinstance(value, list) or (takes_mappings and isinstance(value, dict)) else word
+    return value if isinstance(value, kinds) else word
 
 
-def read_value(cls: type, name: str, value: Any, from_user: bool = True) -> Any:
-    """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid.
+def read_values(
+    given: dict[str, Any], options: dict[str, Option], from_user: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ({name: value} as the types of these fields, {name: sentence} of all values that are invalid).
 
-    `from_user` is False for a value of a checkpoint."""
+    `given` has values as a run file holds them; `from_user` is False for those of a checkpoint."""
+    problems: dict[str, list] = {}
     try:
-        return _adapter(cls, name).validate_python(value, context={"from_user": from_user})
+        adapter = _adapter({name: options[name] for name in given})  # of all fields it would take a tenth of a second
+        return adapter.validate_python(given, context=from_user), {}
     except ValidationError as error:
-        problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-        parts = get_args(field_types(cls)[name]) or (field_types(cls)[name],)
-        rules = declared_options(cls)[name]
-        keys = next((part for part in parts if is_typeddict(part)), rules.values)
-        if any(
-            is_typeddict(part) for part in parts
-        ):  # a mapping with wrong keys is meant as no other type of the union
-            of_keys = [problem | {"loc": problem["loc"][1:]} for problem in problems if len(problem["loc"]) > 1]
-            problems = of_keys or problems
-            in_mapping = bool(of_keys)
-        else:
-            in_mapping = dict in parts
-        text = "; ".join(_sentence(problem, rules, keys, in_mapping) for problem in problems)
-    except yaml.YAMLError as error:
-        text = one_line(error)
-    raise ValueError(f"{name}: {text} ({declared_options(cls)[name].help})")
+        for problem in error.errors(include_url=False):  # several for a union, and for items of a list or mapping
+            name, location = str(problem["loc"][0]), problem["loc"][1:]
+            problems.setdefault(name, []).append((_place(given[name], location), problem))
+    errors = {}
+    for name in problems:
+        errors[name] = f"{name}: {'; '.join(_sentences(problems[name], options[name]))} ({options[name].help})"
+    return {}, errors
 
 
-def _sentence(problem: Any, rules: Option, keys: Any, in_mapping: bool) -> str:
-    """Return place, value and reason of an error of pydantic, with the nearest name for a choice or a key.
+def _place(value: Any, location: tuple) -> list[str]:
+    """Return the keys and the numbers of items in a location of pydantic, which also has the types of a union."""
+    place = []
+    with suppress(ValueError):
+        value = _mapping(value)
+    for part in location:
+        with suppress(LookupError, TypeError):
+            value = value[part]
+            place.append(str(part))
+    return place
 
-    `keys`: the TypedDict of the mapping or of its values, None if there is none."""
-    place = [str(part) for part in problem["loc"] if in_mapping or isinstance(part, int)]  # no types of a union
-    if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(place[-1], keys.__annotations__)
-        return ": ".join([*place, f"unknown field{hint}"])
-    value = problem["input"]
-    reason = problem["msg"].removeprefix("Value error, ")
-    hint = did_you_mean(str(value), rules.choices)
-    return ": ".join([*place, repr(value), f"{reason}{hint}"])
+
+def _sentences(problems: list, rules: Option) -> Iterator[str]:
+    """Yield place, value and reason of the errors of a field, with the nearest name for a choice or a key.
+
+    A mapping with a wrong key is meant as no other type of the union: what has an error within itself has no other."""
+    for place, problem in problems:
+        if any(len(other) > len(place) and other[: len(place)] == place for other, _ in problems):
+            continue
+        value = problem["input"]
+        reason = f"{value!r}: {problem['msg'].removeprefix('Value error, ')}{did_you_mean(str(value), rules.choices)}"
+        if problem["type"] == "extra_forbidden":
+            mappings = [each for part in _parts(rules.type) for each in (part, *get_args(part)) if is_typeddict(each)]
+            keys = [key for mapping in mappings for key in mapping.__annotations__]
+            reason = f"unknown field{did_you_mean(place[-1], keys)}"
+        elif problem["type"] == "dict_type":
+            reason = f"{value!r}: expected {{NAME: VALUE, …}} in YAML or JSON"
+        elif not place and (value is None or isinstance(value, list)):
+            reason = f"expected one value, found {' '.join(map(str, value or ())) or 'none'}"
+        yield ": ".join([*place, reason])

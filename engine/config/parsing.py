@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, get_origin
 import yaml
 
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
-from engine.config.find_addons import addons_with_fields, config_type, local_copy, missing_addon, used_addons
-from engine.config.option import as_list, declared_options, field_types, read_value, read_words
+from engine.config.find_addons import addons_declaring, addons_with_fields, local_copy, missing_addon, run_config
+from engine.config.option import Option, declared_options, read_values, value_of_words
 from engine.config.paths import addresses, locate, path_of_flag, read_yaml
 from engine.config.redact import redact_all, url_error
-from engine.config.run_config import RunConfig, config_class
+from engine.config.run_config import RunConfig, config_class, field_values
 
 SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {
@@ -41,8 +41,7 @@ _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 _PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
 _ANSWERS = "the loss is on answers (messages, prompt and completion); of rows with a text it is on all tokens"
-_SMOKE = "run make smoke CONFIG=FILE, or python -m engine.tools.smoke and then this command, before a long run"
-NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead; add-ons have more
+NAMES_ELSEWHERE = {  # names of other trainers -> what to give instead; add-ons have more
     "lr": "give learning_rate",
     "epochs": "give num_train_epochs",
     "model": "give model_name_or_path",
@@ -67,8 +66,6 @@ NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to gi
     "assistant_only_loss": _ANSWERS,
     "completion_only_loss": _ANSWERS,
     "train_on_inputs": _ANSWERS,
-    "empty_reasoning": "it is trained where the prompt does not write it; the mode without reasoning is "
-    "chat_template_kwargs: {enable_thinking: false}",
     "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
     "optimizer": "give optim",
     "lr_scheduler": "give lr_scheduler_type",
@@ -80,8 +77,6 @@ NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to gi
     "fp16": _PRECISION,
     "fsdp": _LAUNCH,
     "deepspeed": _LAUNCH,
-    "check_save": _SMOKE,
-    "smoke": _SMOKE,
 }
 
 Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
@@ -94,15 +89,15 @@ class Given(NamedTuple):
     value: Any  # from YAML, or the list of words after a flag
 
 
-def flag_names(argv: list[str]) -> set[str]:
+def flag_names(argv: list[str]) -> list[str]:
     """Return the names of the flags of a command line."""
-    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    return [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
 
 
 def with_default_config(argv: list[str]) -> list[str]:
     """Add --config with the sample run file if `argv` names no run file, task, model or data."""
     begins_with_flag = not argv or argv[0].startswith("--")
-    if not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
+    if not begins_with_flag or CHOOSE_A_RUN.intersection(flag_names(argv)):
         return argv
     if os.environ.get("RANK", "0") == "0":
         print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
@@ -122,33 +117,38 @@ def parse(argv: list[str], tasks: Tasks, base: dict | None = None) -> tuple[Any,
     Raise one UsageError that lists all unknown names, wrong types and values out of range. engine/config/validation.py
     checks the rules between fields."""
     flags, path = split_flags(argv)
-    _warn_of_lists_given_twice(argv)
     given = _given_values(flags, path, base or {})
     task = _task(given, tasks)
     options_type = tasks[task]()
-    core_type = config_type(given.keys() - field_types(options_type).keys())
-    types = field_types(core_type) | field_types(options_type)
-    defaults = vars(core_type()) | vars(options_type())
-    values: dict[str, Any] = {}
-    errors = []
+    own = declared_options(options_type)
+    fields = dict(own)
+    for cls in (*addons_declaring(given.keys() - own.keys()), config_class()):
+        fields |= declared_options(cls)
+    errors = {}
+    values: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # of the user, of a checkpoint
     for name, each in given.items():
-        if name not in types:
-            errors.append(f"{each.source}{_explain_unknown(name, each, task, tasks, types)}")
-        elif not (_is_nothing(each.value) and defaults[name] in (None, "", [], {})):
-            try:
-                values[name] = _read(core_type if name in field_types(core_type) else options_type, name, each)
-            except ValueError as error:
-                choice = each.value[0] if isinstance(each.value, list) and len(each.value) == 1 else each.value
-                errors.append(f"{each.source}{missing_addon(name, choice) or error}")
+        if name not in fields:
+            errors[name] = _explain_unknown(name, task, tasks, fields)
+        elif not (_is_nothing(each.value) and fields[name].default in (None, "", [], {})):
+            value = value_of_words(fields[name].type, each.value) if each.source == "--" else each.value
+            values[each.source != ""][name] = value
+    read: dict[str, Any] = {}
+    for is_from_user, part in values.items():
+        of_part, wrong = read_values(part, fields, is_from_user)
+        read |= of_part
+        errors |= {name: missing_addon(name, part[name]) or sentence for name, sentence in wrong.items()}
     if errors:
-        raise UsageError(list_errors(errors))
-    run_name = Path(path).stem if path and not base else task
-    values.setdefault("output_dir", f"runs/{run_name}")
-    core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
-    cfg = core_type(**{name: values[name] for name in field_types(core_type) if name in values})
-    options = options_type(**{name: values[name] for name in field_types(options_type) if name in values})
-    for addon in used_addons(cfg):
-        cfg = dataclasses.replace(cfg, **addon.complete(cfg))
+        raise UsageError(list_errors([f"{given[name].source}{errors[name]}" for name in given if name in errors]))
+    for name in flags:
+        if get_origin(fields[name].type) is list and flag_names(argv).count(name) > 1:
+            warn(
+                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
+            )
+    read.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
+    options = options_type(**{name: read.pop(name) for name in own if name in read})
+    cfg = run_config(**read)
+    for addon in cfg.addons:
+        cfg = run_config(**field_values(cfg) | addon.complete(cfg))
     return _with_local_copies(cfg, cfg), _with_local_copies(options, cfg)
 
 
@@ -165,13 +165,6 @@ def _with_local_copies(values: Any, cfg: RunConfig) -> Any:
 def _is_nothing(value: Any) -> bool:
     """Return whether the words after a flag clear a field, if its default is empty, as null does in YAML."""
     return isinstance(value, list) and [*map(str.lower, map(str, value))] in (["none"], ["null"])
-
-
-def _read(cls: type, name: str, given: Given) -> Any:
-    """Return a value as the type of the field `name` of a dataclass; raise ValueError if it is invalid."""
-    if given.source == "--":
-        return read_words(cls, name, given.value)
-    return read_value(cls, name, given.value, from_user=given.source != "")
 
 
 def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:
@@ -204,10 +197,10 @@ def _task(given: dict[str, Given], tasks: Tasks) -> str:
     return task
 
 
-def _explain_unknown(name: str, given: Given, task: str, tasks: Tasks, names: Iterable[str]) -> str:
+def _explain_unknown(name: str, task: str, tasks: Tasks, names: Iterable[str]) -> str:
     """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
-        if other != task and name in field_types(tasks[other]()):
+        if other != task and name in declared_options(tasks[other]()):
             return f"{name}: it belongs to task {other}, but the task of this run is {task}"
     sentence = missing_addon(name)
     if sentence:
@@ -216,15 +209,9 @@ def _explain_unknown(name: str, given: Given, task: str, tasks: Tasks, names: It
     names = [*names]
     for addon in addons_with_fields():
         elsewhere |= addon.names_elsewhere()
-        names += field_types(addon)
-    if name in elsewhere:
-        return f"{name}: unknown field; {elsewhere[name]}"
-    if name.endswith("_column"):  # a field of earlier versions
-        columns = f"{{{name.removesuffix('_column')}: {' '.join(map(str, as_list(given.value)))}}}"
-        return f"{name}: unknown field; give " + (
-            f"--columns '{columns}'" if given.source == "--" else f"columns: {columns}"
-        )
-    return f"{name}: unknown field{did_you_mean(name, names)}"
+        names += declared_options(addon)
+    fix = f"; {elsewhere[name]}" if name in elsewhere else did_you_mean(name, names)
+    return f"{name}: unknown field{fix}"
 
 
 def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
@@ -252,25 +239,17 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     return flags, path_of_flag(paths[0], "--config") or None
 
 
-def _warn_of_lists_given_twice(argv: list[str]) -> None:
-    names = [word[2:].partition("=")[0].replace("-", "_") for word in argv if re.match(r"--[A-Za-z]", word)]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1 and get_origin(field_types(config_class()).get(name)) is list:
-            warn(
-                f"--{name} is given twice, and only the last one counts: give all its values at once: --{name} ONE TWO"
-            )
-
-
 # ---- back to YAML ----------------------------------------------------------------------------------------------------
 
 
 def to_yaml(cfg: RunConfig, options: Any) -> str:
     """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without query strings."""
-    values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
+    values = field_values(cfg) | dataclasses.asdict(options)
     del values["dry_run"]
-    rules = declared_options(type(cfg)) | declared_options(type(options))
-    sources = [values, *(values["mixture"] or {}).values()]
-    for source in sources:
+    rules: dict[str, Option] = {}
+    for each in (cfg, *cfg.addons, options):
+        rules |= declared_options(type(each))
+    for source in (values, *(values["mixture"] or {}).values()):
         for name, value in source.items():
             if name in rules and rules[name].is_path is True and value:
                 source[name] = [locate(each) for each in value] if isinstance(value, list) else locate(value)

@@ -9,11 +9,11 @@ import inspect
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from typing import ClassVar
+from typing import Any
 
 from engine.config.addon import Addon
 from engine.config.errors import UsageError
-from engine.config.option import AS_GIVEN, Auto, Column, GroupFields, Recomputation, Source, declared_options, option
+from engine.config.option import AS_GIVEN, GroupFields, MixtureSource, Recomputation, declared_options, option
 from engine.config.paths import REPOSITORY
 
 SCHEDULES = (
@@ -39,8 +39,9 @@ class RunConfig:
 
     The accelerate file says where: processes, devices, mixed precision."""
 
-    # The add-ons with fields that the run file names; engine/config/find_addons.py adds their fields to this class.
-    addons: ClassVar[tuple[type[Addon], ...]] = ()
+    # The add-ons that the run file uses, each with its fields: one of them is not its default. `run_config` of
+    # engine/config/find_addons.py makes them.
+    addons: tuple[Addon, ...] = ()
 
     task: str = option(
         "kind of model: causal_lm, text_classification, … (docs/tasks.md)",
@@ -118,10 +119,9 @@ class RunConfig:
     validation_file: list[str] = changeable(
         "evaluation data, in the same formats", [], is_path=True, from_checkpoint=True
     )
-    mixture: dict | None = changeable(
+    mixture: dict[str, MixtureSource] | None = changeable(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
         "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
-        values=Source,
         from_checkpoint=True,
     )
     long_rows: str = option(
@@ -130,10 +130,9 @@ class RunConfig:
         choices=("cut", "drop"),
         is_rare=True,
     )
-    columns: dict = changeable(
+    columns: dict[str, str] = changeable(
         "names of columns: {PART: COLUMN, …}, such as {text: review, label: stars}; PART: what the task calls it",
         {},
-        values=Column,
         from_checkpoint=True,
     )
     cache_dir: str | None = changeable(
@@ -157,7 +156,7 @@ class RunConfig:
         group="batch",
         min=1,
     )
-    per_device_batch_size: int | Auto = changeable(
+    per_device_batch_size: int = changeable(
         "examples per forward pass, on average if rows have many lengths (make find-batch-size prints what fits); sets "
         "gradient accumulation; changes dropout masks",
         8,
@@ -186,9 +185,8 @@ class RunConfig:
     adam_beta1: float = option("decay of the first moment; momentum of sgd", 0.9, min=0, below=1, is_rare=True)
     adam_beta2: float = option("decay of the second moment", 0.999, min=0, below=1, is_rare=True)
     adam_epsilon: float = option("added to the root of the second moment", 1e-8, above=0, is_rare=True)
-    parameter_groups: dict | None = option(
+    parameter_groups: dict[str, GroupFields] | None = option(
         "rate and weight decay by parameter name: {PATTERN: {lr_factor: X, weight_decay: Y}, …}; * stands for any text",
-        values=GroupFields,
         is_rare=True,
     )
     lr_layer_decay: float | None = option(
@@ -334,6 +332,14 @@ def config_class() -> type[RunConfig]:
         if name not in declared:
             raise UsageError(f"{file}: {name} has no option: write it as {name}: TYPE = option(HELP, DEFAULT)")
     return cls
+
+
+def field_values(cfg: RunConfig) -> dict[str, Any]:
+    """Return a copy of the values of all fields, also of those of the add-ons that the run file uses."""
+    values = dataclasses.asdict(cfg)
+    for of_addon in values.pop("addons"):
+        values |= of_addon
+    return values
 
 
 def changeable_fields(*classes: type) -> set[str]:

@@ -25,7 +25,6 @@ PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "tru
 def show_help(argv: list[str]) -> None:
     """Print the help of the task of --task, or of the run file of --config, and exit."""
     # engine/startup.py calls this before the slow imports, so no import here takes long.
-    from engine.config.errors import UsageError
     from engine.config.paths import SCHEMA_FILE, path_of_flag, read_yaml
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -33,10 +32,7 @@ def show_help(argv: list[str]) -> None:
         parser.add_argument(f"--{name}", nargs="?")
     given, _ = parser.parse_known_args(argv[1:])
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    try:
-        in_file = read_yaml(path_of_flag(given.config, "--config")).get("task") if given.config else None
-    except UsageError as error:
-        parser.exit(2, f"error: {error}\n")
+    in_file = read_yaml(path_of_flag(given.config, "--config")).get("task") if given.config else None
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
     task = given.task or in_file or schema["properties"]["task"]["default"]
     print(format_help(schema, task, Path(argv[0]).name, everything=given.help == "all"))
@@ -45,14 +41,7 @@ def show_help(argv: list[str]) -> None:
 
 def show_schema(tasks: Mapping[str, Callable[[], type]]) -> None:
     """Print the JSON schema of the run file and exit."""
-    from engine.config.errors import UsageError
-
-    try:
-        schema = run_file_schema(tasks)
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    print(json.dumps(schema, indent=1, ensure_ascii=False))
+    print(json.dumps(run_file_schema(tasks), indent=1, ensure_ascii=False))
     sys.exit(0)
 
 
@@ -139,11 +128,9 @@ def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     names: dict[str, dict] = {}
     for fields in options.values():
         names |= {name: {} for name in fields}
-    here = {f"addons/tasks/{task}": task for task in addon_names("tasks")}
-    known = known_addons().items()
-    addons = {name: addon for name, addon in known if "=" in name or addon not in here}  # without fields of the past
-    for addon, task in here.items():
-        addons |= dict.fromkeys(options[task], addon)
+    addons = known_addons()
+    for task in addon_names("tasks"):
+        addons |= dict.fromkeys(options[task], f"addons/tasks/{task}")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "run file of train.py",

@@ -12,11 +12,11 @@ from typing import Any
 
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, list_errors, warn
-from engine.config.find_addons import follows_evaluations, used_addons
+from engine.config.find_addons import follows_evaluations
 from engine.config.optimizer_class import optimizer_errors
 from engine.config.paths import is_plain_name
 from engine.config.redact import was_redacted
-from engine.config.run_config import RunConfig, best_by
+from engine.config.run_config import RunConfig, best_by, field_values
 
 HUB_FIELDS = ("dataset_config_name", "dataset_revision", "dataset_split")  # only with dataset_name
 TRY = "(try --config configs/stdlib_lm.yaml)"
@@ -33,9 +33,9 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     errors += training_errors(cfg, options) if training else evaluation_errors(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         errors += addon.errors(cfg, training)
-    for name, value in (vars(cfg) | vars(options)).items():
+    for name, value in (field_values(cfg) | vars(options)).items():
         if was_redacted(value):
             errors.append(
                 f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
@@ -112,12 +112,7 @@ def training_errors(cfg: RunConfig, options: Any) -> Iterator[str]:
     if not cfg.dataset_name and not cfg.train_file and not cfg.mixture:
         yield f"no data: give --train_file or --dataset_name {TRY}"
     size = cfg.per_device_batch_size
-    if size == "auto":
-        yield (
-            "per_device_batch_size is auto, but the run has no checkpoint with a number: give one; make find-batch-size "
-            "CONFIG=… prints the largest that fits"
-        )
-    elif size > cfg.global_batch_size:
+    if size > cfg.global_batch_size:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
     steps = cfg.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
@@ -146,7 +141,7 @@ def evaluation_errors(cfg: RunConfig) -> Iterator[str]:
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
     # True: rows of the training data are evaluated.
-    uses_training_data = any(overrides(addon, Addon.find_sources) for addon in used_addons(cfg))
+    uses_training_data = any(overrides(addon, Addon.find_sources) for addon in cfg.addons)
     has_data = cfg.dataset_name or cfg.validation_file or cfg.mixture
     if not has_data and not (cfg.train_file and uses_training_data):
         yield f"no data: give --validation_file or --dataset_name {TRY}"

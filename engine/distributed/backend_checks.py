@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.config.errors import UsageError
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, field_values
 from engine.distributed.exact_sums import ADDENDS, use_exact_kernels
 from engine.distributed.sharded_tensors import plain_name
 from engine.process import private_apis
@@ -23,7 +23,7 @@ def check_settings(backend: Any, cfg: RunConfig) -> None:
     if cfg.exact_sums:  # of an evaluation, too: it has the kernels of the training
         use_exact_kernels(backend.accelerator.device)
     for name in backend.unsupported:
-        value = getattr(cfg, name, None)  # it may belong to an add-on that the run file does not name
+        value = field_values(cfg).get(name)  # it may belong to an add-on that the run file does not name
         if value:
             raise UsageError(
                 f"{name} is {str(value).lower()}, which {backend.name} does not support: remove it, or use DDP or FSDP2 "

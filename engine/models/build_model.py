@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, errors_of, warn
-from engine.config.find_addons import used_addons
 from engine.config.paths import locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models import varlen_attention
@@ -139,7 +138,7 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 
     Not if an add-on trains weights of its own instead, or if the optimizer rounds at random, which loses nothing."""
     rounds_at_random = (cfg.optim_args or {}).get("bf16_stochastic_round")
-    trains_others = any(overrides(addon, Addon.left_out) for addon in used_addons(cfg))
+    trains_others = any(overrides(addon, Addon.left_out) for addon in cfg.addons)
     if cfg.dtype == "bfloat16" and not trains_others and not rounds_at_random:
         warn(
             "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "

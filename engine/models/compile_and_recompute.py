@@ -11,7 +11,6 @@ import torch
 
 from engine.config.addon import Addon, overrides
 from engine.config.errors import UsageError, one_line, warn
-from engine.config.find_addons import used_addons
 from engine.config.option import Recomputation
 from engine.config.run_config import RunConfig
 from engine.process import private_apis
@@ -75,7 +74,7 @@ def shapes_repeat(cfg: RunConfig) -> bool:
     """Return whether only the end of an epoch changes the number of rows or the width of micro-batches.
 
     False for a budget of tokens and warmups of sizes: torch stops compiling after eight shapes."""
-    grows = any(overrides(each, Addon.change_rows, Addon.step_sizes) for each in used_addons(cfg))
+    grows = any(overrides(each, Addon.change_rows, Addon.step_sizes) for each in cfg.addons)
     return not cfg.per_device_batch_tokens and not grows
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
-from engine.config.find_addons import used_addons
 from engine.config.paths import is_plain_name, locate, read_yaml
 from engine.config.run_config import RunConfig
 from engine.models.new_tokens import add_tokens, new_ids, set_vocabulary
@@ -80,7 +79,7 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
             raise UsageError("add_tokens needs a tokenizer: give --tokenizer_name, or remove it")
         if new_ids(tokenizer):
             set_vocabulary(config, len(tokenizer))
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         addon.change_config(cfg, config)
     return config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import first_answer
 from engine.config.run_config import RunConfig
 from engine.plan.length_cuts import split_by_cost, split_by_tokens, split_equally
 from engine.plan.row_order import Quotas, example_ids, splitmix64
@@ -57,7 +57,7 @@ class StepSizes:
 
 def sizes_of_run(cfg: RunConfig, num_examples: int) -> StepSizes:
     """Return the sizes of the steps of a run with `num_examples` draws per epoch."""
-    sizes = first_answer(each.step_sizes(cfg, num_examples) for each in used_addons(cfg))
+    sizes = first_answer(each.step_sizes(cfg, num_examples) for each in cfg.addons)
     return StepSizes(num_examples, cfg.global_batch_size) if sizes is None else sizes
 
 

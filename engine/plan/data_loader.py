@@ -14,7 +14,6 @@ from itertools import islice
 
 import torch
 
-from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
 from engine.plan import seeding
@@ -58,7 +57,7 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
     config = PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
-        micro_batch=int(cfg.per_device_batch_size),  # `auto` was replaced or refused
+        micro_batch=cfg.per_device_batch_size,
         seed=cfg.seed,
         lengths=train_set.lengths,
         max_tokens=cfg.per_device_batch_tokens,
@@ -72,7 +71,7 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
 
 def changed_plan(config: PlanConfig, cfg: RunConfig, task: Task, train_set) -> PlanConfig:
     """Return the inputs of the batch plan with those that add-ons replace."""
-    for each in used_addons(cfg):
+    for each in cfg.addons:
         config = each.change_plan(config, cfg, task, train_set)
     return config
 
@@ -93,7 +92,7 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seeding.seed_everything(derive_seed("collate", micro.seed))
     try:
-        for each in used_addons(task.cfg) if training else ():
+        for each in task.cfg.addons if training else ():
             rows = each.change_rows(task, rows, micro.step)  # before `task.collate`, which counts the weight
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:

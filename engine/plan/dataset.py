@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import parsing, validation
 from engine.config.addon import Addon
 from engine.config.errors import UsageError, warn, warn_once, writes_to
-from engine.config.find_addons import fields_of_addons_with, first_answer, follows_evaluations, used_addons
+from engine.config.find_addons import fields_of_addons_with, first_answer, follows_evaluations
 from engine.config.run_config import RunConfig
 from engine.models.new_tokens import check_tokens
 from engine.plan.computed_rows import ComputedSplit, open_computed_rows
@@ -43,7 +43,7 @@ def load_task(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> Non
     if "train" in wanted:
         if cfg.add_tokens:
             check_tokens(task, cfg.add_tokens)
-        for each in used_addons(cfg):
+        for each in cfg.addons:
             each.check_task(cfg, task)
 
 
@@ -85,19 +85,19 @@ def _load_splits(cfg: RunConfig, task: Task, wanted: tuple[str, ...]) -> dict:
 
 def _find(cfg: RunConfig, split: str) -> dict[str, Source]:
     """Return the sources of a split, those of an add-on if it has others."""
-    found = first_answer(each.find_sources(cfg, split) for each in used_addons(cfg))
+    found = first_answer(each.find_sources(cfg, split) for each in cfg.addons)
     return find_sources(cfg, split) if found is None else found
 
 
 def _fetch(source: Source, cfg: RunConfig) -> Source:
     """Return a source with its files, fetched by an add-on if it does this."""
-    fetched = first_answer(each.fetch_source(source, cfg) for each in used_addons(cfg))
+    fetched = first_answer(each.fetch_source(source, cfg) for each in cfg.addons)
     return fetch_source(source, cfg) if fetched is None else fetched
 
 
 def _open(cfg: RunConfig, task: Task, source: Source) -> Any:
     """Return the rows of a source, or None if a dataset given by name has no such split."""
-    opened = first_answer(each.open_source(cfg, task, source) for each in used_addons(cfg))
+    opened = first_answer(each.open_source(cfg, task, source) for each in cfg.addons)
     return open_source(cfg, task, source) if opened is None else opened
 
 
@@ -113,7 +113,7 @@ def open_source(cfg: RunConfig, task: Task, source: Source) -> Split | None:
         warn_once(text, kind)
     if not split.stats["examples"]:
         return None
-    for each in used_addons(cfg):
+    for each in cfg.addons:
         each.after_preparation(cfg, task, source, split)
     task.on_prepared(split.features())
     return split
@@ -129,8 +129,8 @@ def _split_or_mixture(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Sp
     missing = sorted(by_source.keys() - parts.keys())
     if missing:
         raise UsageError(f"mixture: {missing[0]}: no train data: give train_file, or a dataset with a train split")
-    weights = [fields.get("weight") for fields in by_source.values()]
-    return Mixture(parts, None if None in weights else weights)
+    weights = [fields["weight"] for fields in by_source.values() if "weight" in fields]
+    return Mixture(parts, weights if len(weights) == len(parts) else None)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
 from engine.config.run_config import RunConfig
 
 
@@ -44,7 +43,7 @@ class Labels:
         Raise UsageError if there is only one, or if a value is no label."""
         names = self.names_of_column
         if names is None:
-            if split == "train" and not all(addon.knows_all_rows for addon in used_addons(cfg)):
+            if split == "train" and not all(addon.knows_all_rows for addon in cfg.addons):
                 raise UsageError(
                     f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
                     f"`{self.column}`, or a model with the labels in its config"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.config.find_addons import first_answer, used_addons
+from engine.config.find_addons import first_answer
 from engine.config.run_config import RunConfig
 from engine.run.totals_and_votes import ComputeGradient
 from engine.run.train_state import Run
@@ -60,5 +60,5 @@ class Techniques:
 
 def make_techniques(cfg: RunConfig) -> Techniques:
     """Return the techniques that the run file names."""
-    techniques = first_answer(each.make_techniques(cfg) for each in used_addons(cfg))
+    techniques = first_answer(each.make_techniques(cfg) for each in cfg.addons)
     return Techniques() if techniques is None else techniques

@@ -20,7 +20,7 @@ from typing import Any
 from engine.config.errors import one_line, warn
 from engine.config.paths import REPOSITORY
 from engine.config.redact import redact_all
-from engine.config.run_config import RunConfig
+from engine.config.run_config import RunConfig, field_values
 from engine.process.exit_codes import on_exit
 from engine.storage import atomic_folder, jsonl
 
@@ -85,7 +85,7 @@ class Trackers:
         options = tracker_options(cfg, self.step)
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
         fields: dict[str, int | float | str] = {"total_steps": self.total}
-        for name, value in redact_all(vars(cfg)).items():
+        for name, value in redact_all(field_values(cfg)).items():
             fields[name] = value if isinstance(value, int | float | str) else str(value)
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")
         trackers = []

@@ -50,7 +50,7 @@ def arithmetic(cfg: RunConfig, ranks: int) -> str:
     on_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if cfg.per_device_batch_tokens:
         return f"{batch} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens on {on_ranks}"
-    size = int(cfg.per_device_batch_size)  # `auto` was replaced or refused
+    size = cfg.per_device_batch_size
     micro_batches = -(-batch // size)  # rounded up
     accumulated = -(-micro_batches // ranks)
     up_to = "up to " if micro_batches % ranks or batch % size else ""

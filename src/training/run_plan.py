@@ -6,7 +6,6 @@ Tests: tests/engine/config/test_dry_run.py.
 import inspect
 from collections.abc import Callable
 
-from engine.config.find_addons import used_addons
 from engine.models.compile_and_recompute import compile_and_recompute
 from engine.plan.batch_plan import sizes_of_run
 from engine.process.console import table
@@ -29,7 +28,7 @@ def plan_table(
     train_set = splits["train"]
     rows = data_rows(cfg, splits, model.task)
     rows |= step_rows(cfg, train_set, model.task, total)
-    for addon in used_addons(cfg):
+    for addon in cfg.addons:
         rows |= addon.plan_rows(cfg, model.task, train_set, total, rows)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {format_rates(cfg, lr_at, total)}"
     rows |= techniques.plan()

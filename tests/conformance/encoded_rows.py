@@ -15,7 +15,6 @@ from itertools import islice
 from engine.config import parsing
 from engine.config.addon import Addon, overrides
 from engine.config.errors import Failure
-from engine.config.find_addons import used_addons
 from engine.plan.dataset import load_task, resolve_sources
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
@@ -68,7 +67,7 @@ def print_hashes(argv: list[str]) -> None:
     with variables_read(task) as declared:
         task.fingerprint()
     hashes = {}
-    streams = any(overrides(each, Addon.open_source) for each in used_addons(cfg))
+    streams = any(overrides(each, Addon.open_source) for each in cfg.addons)
     with variables_read(task) as read:
         for split, sources in resolve_sources(cfg).items():
             for name, source in sources.items():

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -16,8 +17,8 @@ import pytest
 
 from engine.config.addon import Addon
 from engine.config.errors import UsageError
-from engine.config.find_addons import addon_class, addon_names, addons_with_fields
-from engine.config.run_config import RunConfig
+from engine.config.find_addons import addon_classes, addon_names, addons_with_fields, run_config
+from engine.config.run_config import RunConfig, field_values
 from tests.helpers import kit
 
 # Each lists a folder, and imports the files that a run file names.
@@ -146,16 +147,25 @@ def test_addon_has_a_docstring_for_each_method():
 )
 def test_misspelled_method_is_refused(name, words, tmp_path):
     """With its file, its class and the name that is meant; functions found by a string would never be called."""
-    assert addon_class(module_with("change_config", tmp_path)).__name__ == "Mine"
+    [mine] = addon_classes(module_with("change_config", tmp_path))
+    assert mine.__name__ == "Mine"
     with pytest.raises(UsageError, match=rf"mine: Mine has `{name}`.*{words}"):
-        addon_class(module_with(name, tmp_path))
+        addon_classes(module_with(name, tmp_path))
 
 
-def test_two_addons_in_one_file_are_refused(tmp_path):
-    module = module_with("errors", tmp_path)
-    module.Other = type("Other", (module.Mine,), {"__module__": "mine"})
-    with pytest.raises(UsageError, match="mine: Mine, Other are derived from Addon"):
-        addon_class(module)
+def test_a_run_holds_the_addons_that_it_uses():
+    """Each is made once, with its fields; one whose fields all have their defaults is not used."""
+    kit.need_addon("data/held_out")
+    kit.need_addon("streaming")
+    cfg = run_config(validation_split=0.25, streaming=False, seed=3)
+    [addon] = cfg.addons
+    assert addon.validation_split == 0.25
+    assert dataclasses.replace(cfg, seed=4).addons[0] is addon
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+    assert run_config(**field_values(cfg)) == cfg
+    assert "streaming" not in field_values(cfg)
+    with pytest.raises(TypeError, match="validation_splt"):
+        run_config(validation_splt=0.25)
 
 
 def module_with(name: str, folder: Path) -> ModuleType:

@@ -14,6 +14,7 @@ from addons.adapters.peft.files import NAME, adapter_files, load_adapter
 from addons.adapters.peft.options import read_options
 from engine.config.errors import UsageError, did_you_mean, errors_of, warn
 from engine.config.paths import locate
+from engine.config.run_config import field_values
 from engine.models.new_tokens import token_ids
 from engine.run.model_with_loss import tied_names
 
@@ -28,7 +29,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     initial adapter depends on the seed only. If `weights`, the model of a run, have an adapter, load it. A model that
     model_name_or_path names gets a new one, also if it is the merged model of a run."""
     cfg, model = task.cfg, task.saved(whole)
-    tuner_class, config = read_options(cfg.peft)
+    tuner_class, config = read_options(field_values(cfg)["peft"])
     folder = Path(locate(str(weights))) if weights and not empty else None
     folder = folder if folder and adapter_files(folder) else None
     new_head = getattr(task, "new_head", ())

@@ -5,7 +5,7 @@ Tests: tests/addons/tasks/test_frozen_teacher.py and tests/addons/tasks/test_pre
 """
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,8 +212,7 @@ class FrozenModel:
         from transformers import AutoModelForCausalLM
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
-        values = {field.name: getattr(self.cfg, field.name) for field in fields(RunConfig)}
-        cfg = RunConfig(**values | {"model_name_or_path": None})
+        cfg = replace(self.cfg, model_name_or_path=None, addons=())
         with rows_missing(self.new_ids):
             return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 

@@ -11,6 +11,7 @@ import torch
 from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from engine.config.errors import UsageError
 from engine.config.option import option
+from engine.config.run_config import field_values
 from engine.process import private_apis
 from src.losses.chunked_cross_entropy import Scored, score_tokens
 
@@ -65,7 +66,7 @@ class ReferenceTask(TaughtTask):
 
     @property
     def _adapter(self) -> dict | None:
-        return getattr(self.cfg, "peft", None)  # a field of an add-on
+        return field_values(self.cfg).get("peft")  # a field of an add-on
 
     def _begins_with_base(self) -> bool:
         """Return whether the weights that the run begins with are those of the model without its adapter."""

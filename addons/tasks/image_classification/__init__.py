@@ -21,6 +21,7 @@ from addons.tasks.image_classification.image_processor import (
 from engine import task as base
 from engine.config.errors import warn
 from engine.config.option import AS_GIVEN, option
+from engine.config.run_config import field_values
 from engine.models.build_model import build_model
 from engine.models.config_and_tokenizer import load_config
 from engine.rows.labels import Labels, labels_of_model, require_columns
@@ -89,7 +90,7 @@ class Task(base.Task):
         needed = require_columns(examples, [*self.parts], split)
         self.classes = self.classes.inspect(examples)
         if self.labels is None or (split == "train" and not self.are_of_data):
-            is_stream = split == "train" and getattr(self.cfg, "streaming", False)
+            is_stream = split == "train" and field_values(self.cfg).get("streaming")
             if self.labels is None or not is_stream or self.classes.names_of_column is not None:
                 values = examples.unique("label")
                 labels = self.classes.of_data(self.cfg, values, split)

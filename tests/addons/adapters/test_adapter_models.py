@@ -1,11 +1,11 @@
 """Adapters of unusual models: experts, convolutions with running statistics, new heads, 16 bits; each saved and merged."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from addons.adapters import peft as addon
 from addons.adapters.peft import merging
 from engine.checkpointing import model_folder
 from engine.config.errors import UsageError
@@ -68,7 +68,7 @@ def test_experts_are_merged_layer_by_layer(tmp_path, monkeypatch):
     expected = logits(model)
     write(task, model, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
-    assert addon.Peft(task.cfg.peft).finish(task, tmp_path / "out")
+    assert task.cfg.addons[0].finish(task, tmp_path / "out")
     assert len([*(tmp_path / "out").glob("model-*-of-00003.safetensors")]) == 3
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager")
@@ -99,7 +99,7 @@ def test_adapter_of_16_bit_weights_is_float32(tmp_path, merge):
     expected = logits(model)
     write(task, model, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
-    addon.Peft(task.cfg.peft, merge).finish(task, tmp_path / "out")
+    replace(task.cfg.addons[0], merge=merge).finish(task, tmp_path / "out")
     assert torch.equal(logits(task.build_model(str(tmp_path / "out"))), expected)
     if merge:
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

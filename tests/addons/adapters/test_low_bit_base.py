@@ -326,7 +326,7 @@ def test_runs_that_cannot_have_such_a_base(monkeypatch, values, env, text, train
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     cfg = run_config(load_in_4bit=True, **values)
-    [sentence] = addon.LowBitBase(cfg.load_in_4bit, cfg.load_in_8bit).errors(cfg, training)
+    [sentence] = cfg.addons[0].errors(cfg, training)
     assert re.search(text, sentence)
 
 

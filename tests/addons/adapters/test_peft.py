@@ -292,7 +292,7 @@ def check_files(task, model, first: torch.Tensor, folder, monkeypatch) -> None:
     start = folder / "start"
     task.build().save_pretrained(start)
     monkeypatch.setattr(merging, "MERGED_AT_ONCE", 1)  # in several files
-    assert addon.Peft(task.cfg.peft).finish(task, folder)
+    assert task.cfg.addons[0].finish(task, folder)
     assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits

@@ -7,7 +7,6 @@ import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
-from engine.config.find_addons import used_addons
 from engine.models.config_and_tokenizer import load_config
 from engine.task_registry import OPTIONS
 from tests.addons.tasks.images import CONVNEXT, run_fields
@@ -35,5 +34,5 @@ def test_fields_of_the_model_and_a_model_without_one(tmp_path):
         load(kit.TINY, stochastic_depth=0.25)
     cfg = parsing.parse(kit.flags(stochastic_depth=0.5), OPTIONS)[0]
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.5, but Linear is not a model of transformers"):
-        [addon] = used_addons(cfg)
+        [addon] = cfg.addons
         addon.change_built_model(SimpleNamespace(cfg=cfg), torch.nn.Linear(2, 2), None, False)

@@ -60,12 +60,7 @@ def test_first_size_is_a_power_of_two(share, first):
 
 
 def test_cpu_gets_one_sentence_and_no_number(files, tmp_path):
-    """Also with `auto` in the run file, which other commands refuse."""
-    fields = {
-        "model_config": files / "llama.yaml",
-        "train_file": files / "train.jsonl",
-        "per_device_batch_size": "auto",
-    }
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl"}
     codes, texts = kit.run_command("addons/tools/find_batch_size.py", *kit.flags(**fields), folder=tmp_path / "here")
     assert codes == [2]
     assert "on a CPU is killed" in texts[0]

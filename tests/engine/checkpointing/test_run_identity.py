@@ -11,6 +11,7 @@ import yaml
 
 from engine.checkpointing import locate_weights, run_identity
 from engine.config.errors import UsageError
+from engine.config.option import declared_options
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
 from engine.task_registry import OPTIONS
@@ -69,7 +70,7 @@ def wrongly_treated(folder: Path, task: str) -> list[str]:
     may_change = changeable_fields(RunConfig, type(options))
     for holder in (cfg, options) if task == "causal_lm" else (options,):
         for field in dataclasses.fields(holder):
-            if field.name in BY_CONTENT:
+            if field.name in BY_CONTENT or "option" not in field.metadata:
                 continue
             value = another(field, getattr(holder, field.name))
             changed = dataclasses.replace(holder, **{field.name: value})
@@ -92,7 +93,7 @@ def test_changed_field_is_refused_unless_it_may_change(tmp_path, task):
 
 
 def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
-    every = {field.name for kind in (RunConfig, OPTIONS["causal_lm"]()) for field in dataclasses.fields(kind)}
+    every = {name for kind in (RunConfig, OPTIONS["causal_lm"]()) for name in declared_options(kind)}
     declared = changeable_fields(RunConfig, OPTIONS["causal_lm"]())
     monkeypatch.setattr(run_identity, "changeable_fields", lambda *kinds: every)
     assert set(wrongly_treated(tmp_path, "causal_lm")) == every - declared - BY_CONTENT

@@ -51,7 +51,6 @@ def test_precedence_defaults_base_yaml_flags(here):
     "given, name, value",
     [
         (["--learning-rate=3e-4"], "learning_rate", 3e-4),
-        (["--per_device_batch_size", "auto"], "per_device_batch_size", "auto"),
         (["--optim_args", '{"x": 1e5}'], "optim_args", {"x": 1e5}),  # a number in JSON, but text in YAML 1.1
         (["--packing", "--seed", "1"], "packing", True),
         (["--no_append_eos"], "append_eos", False),

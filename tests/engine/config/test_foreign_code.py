@@ -114,7 +114,7 @@ def test_new_text_option_needs_from_checkpoint(run, capsys, monkeypatch, mutant)
 
     monkeypatch.setitem(OPTIONS, "causal_lm", lambda: Options)
     if mutant:
-        monkeypatch.setattr(locate_weights, "is_from_checkpoint", lambda kind, name: True)
+        monkeypatch.setattr(locate_weights, "is_from_checkpoint", lambda rules: True)
     claim(run / CHECKPOINT, script="/evil/script", column="of the run", count=2)
     options = parse_evaluation("--checkpoint", run / CHECKPOINT)[1]
     assert (options.column, options.count) == ("of the run", 2)
@@ -139,10 +139,10 @@ def test_numbers_bools_and_choices_may_come_from_a_checkpoint():
         harmless: str = option("", "a", from_checkpoint=True)
         code: bool = option("", False, from_checkpoint=False)
 
-    taken = {name for name in declared_options(Fields) if is_from_checkpoint(Fields, name)}
+    taken = {name for name, rules in declared_options(Fields).items() if is_from_checkpoint(rules)}
     assert taken == {"integer", "number", "flag", "choice", "number_or_word", "harmless"}
     may_run_code_or_write = ("trust_remote_code", "cache_dir", "cache_per_node", "output_dir", "report_to")
-    assert not any(is_from_checkpoint(RunConfig, name) for name in may_run_code_or_write)
+    assert not any(is_from_checkpoint(declared_options(RunConfig)[name]) for name in may_run_code_or_write)
 
 
 def test_number_of_a_checkpoint_is_no_text(run):

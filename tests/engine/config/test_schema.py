@@ -24,12 +24,6 @@ def train(*words: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_withdrawn_value_is_not_offered():
-    """The parser reads `auto` of old run files; tests/engine/checkpointing/test_run_identity.py says what becomes of it."""
-    assert PROPERTIES["per_device_batch_size"]["type"] == "integer"
-    assert "auto" not in json.dumps(PROPERTIES["per_device_batch_size"])
-
-
 def test_help_is_shown_without_slow_imports():
     shown, imported = train("--task", "causal_lm", "--help")
     assert "--global_batch_size N" in shown

@@ -90,13 +90,7 @@ def test_other_parts_and_columns_are_refused(opened, columns, words):
         opened(NAMED, columns=columns)
 
 
-def test_fields_of_earlier_versions_are_answered_with_this_one(tmp_path):
-    kit.need_task("text_classification")
-    (tmp_path / "run.yaml").write_text("task: text_classification\nlabel_column: stars\n")
-    with pytest.raises(UsageError) as error:
-        parsing.parse(["--config", str(tmp_path / "run.yaml"), "--text_column", "review"], OPTIONS)
-    assert "run.yaml: label_column: unknown field; give columns: {label: stars}" in str(error.value)
-    assert "--text_column: unknown field; give --columns '{text: review}'" in str(error.value)
+def test_columns_whose_names_are_numbers():
     cfg, _ = parsing.parse(["--columns", "{text: review, label: 5}"], OPTIONS)
     assert cfg.columns == {"text": "review", "label": "5"}
 

@@ -116,7 +116,6 @@ def run_smoke(command: list) -> subprocess.CompletedProcess:
     [
         ({"max_steps": 3}, "max_steps: a smoke test trains 3 steps of a longer run, but this run has only 3"),
         pytest.param({"train_file": "missing.jsonl"}, "missing.jsonl", marks=pytest.mark.cluster),
-        ({"smoke": True}, "run make smoke CONFIG=FILE, or python -m engine.tools.smoke and then this command"),
     ],
 )
 def test_usage_error_is_printed_once(tiny, tmp_path, fields, words):
