@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.config import parsing, paths
+from engine.config import addons, parsing, paths
 from engine.config.addons import addons_with_fields
 from engine.config.errors import UsageError
 from engine.config.option import AS_GIVEN, declared_options, field_types, option, read_value, read_words
@@ -142,3 +142,10 @@ def test_flags_that_are_no_fields(home, flag):
         codes, [output] = kit.run_command("eval.py", flag, name, folder=home)
         assert codes == [2], output
         assert f"error: {flag}: {name}: " in output
+
+
+def test_address_where_the_add_on_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(addons, "ADDONS", tmp_path)
+    with pytest.raises(UsageError, match=r"RUN: s3://bucket/run .* addons/stores/"):
+        paths.path_of_flag("s3://bucket/run", "RUN")
+    assert paths.path_of_flag("runs/a", "RUN") == "runs/a"
