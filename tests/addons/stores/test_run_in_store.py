@@ -194,6 +194,16 @@ def test_missing_bucket_is_named(s3, flags, tmp_path):
     assert "error: output_dir: s3://no-bucket" in text
 
 
+@pytest.mark.cluster
+def test_name_that_leaves_the_folder_is_ignored(s3):
+    """A bucket may be anyone's, and a name in it any text: here one of a file beside the local folder."""
+    store = Store(s3, "")
+    for name in ("inside", "a/../../outside", "/outside"):
+        store.write(name, b"text")
+    assert len(Store(s3.rpartition("/")[0], "").list()) >= 1
+    assert [*store.list()] == ["inside"]
+
+
 # ---- a store that fails ----------------------------------------------------------------------------------------------
 
 

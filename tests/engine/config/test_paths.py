@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.config import parsing, paths
+from engine.config import find_addons, parsing, paths
 from engine.config.errors import UsageError
 from engine.config.find_addons import addons_with_fields
 from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
@@ -149,3 +149,10 @@ def test_flags_that_are_no_fields(home, flag):
         codes, [output] = kit.run_command("eval.py", flag, name, folder=home)
         assert codes == [2], output
         assert f"error: {flag}: {name}: " in output
+
+
+def test_address_where_the_add_on_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(find_addons, "ADDONS", tmp_path)
+    with pytest.raises(UsageError, match=r"RUN: s3://bucket/run .* addons/stores/"):
+        paths.path_of_flag("s3://bucket/run", "RUN")
+    assert paths.path_of_flag("runs/a", "RUN") == "runs/a"
