@@ -22,8 +22,8 @@ from addons.stores._options import LEASE
 from addons.stores._store import Store
 from engine.checkpointing.async_writer import finish_writing
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
+from engine.config.addresses import address_of, on_this_node
 from engine.config.errors import Failure, UsageError, warn
-from engine.config.paths import addresses, on_this_node
 from engine.config.run_config import RunConfig, field_values
 from engine.process.exit_codes import on_exit
 from engine.storage import atomic_folder, verify_hashes
@@ -64,7 +64,7 @@ class RunInStore(RunStore):
         name = f"{self.address} {socket.gethostname()} {cfg.dry_run}"
         self.folder = _scratch(cfg, name, self.address)
         self.folder.mkdir(parents=True, exist_ok=True)
-        addresses[str(self.folder)] = self.address
+        address_of[str(self.folder)] = self.address
         self.rank = int(os.environ.get("RANK", "0"))
         self.is_main = self.rank == 0
         self.lease = Lease(self.store, field_values(cfg).get("store_lease", LEASE), _launch())
@@ -352,7 +352,7 @@ def local_copy(address: str, field: str, cfg: Any = None) -> str:
                     atomic_folder.rewrite(record, json.dumps(had))
     except OSError as error:
         raise UsageError(f"{field}: {address}: {error}") from error
-    addresses[str(target)] = address
+    address_of[str(target)] = address
     return str(target)
 
 

@@ -30,8 +30,9 @@ from engine.checkpointing import run_identity
 from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from engine.checkpointing.tensor_files import TensorReader, weights_sha256
 from engine.config import parsing, validation
+from engine.config.addresses import path_of_flag
 from engine.config.errors import Failure, UsageError, writes_to
-from engine.config.paths import path_of_flag, read_yaml
+from engine.config.paths import read_yaml
 from engine.plan.dataset import prepare_datasets
 from engine.process import console
 from engine.process.exit_codes import STOP_IS_SUCCESS, run_main

@@ -20,9 +20,10 @@ import textwrap
 import tomllib
 from pathlib import Path, PurePosixPath
 
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError, did_you_mean
 from engine.config.find_addons import known_addons
-from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag, read_yaml
+from engine.config.paths import REPOSITORY, SCHEMA_FILE, read_yaml
 from engine.process.exit_codes import run_main
 from engine.task_registry import OPTIONS
 from engine.tools import addon_files

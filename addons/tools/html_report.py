@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
-from engine.config.paths import path_of_flag
 from engine.config.run_config import RunConfig, best_by
 from engine.process.exit_codes import run_main
 from engine.rows.prompts import prompt_in_words

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import parsing
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
-from engine.config.paths import path_of_flag
 from engine.plan.batch_plan import PlanConfig, hash_ids, plan
 from engine.plan.data_loader import plan_config
 from engine.plan.dataset import prepare_datasets

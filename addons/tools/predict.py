@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from addons.tools._open_model import OpenModel, most_tokens, open_model
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError, may_be_removed, writes_to
-from engine.config.paths import locate, path_of_flag
+from engine.config.paths import locate
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import shutdown
 from engine.process.exit_codes import run_main

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from engine.config import parsing, validation
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
-from engine.config.paths import path_of_flag
 from engine.plan import data_loader, dataset
 from engine.plan.batch_plan import training_order
 from engine.process.exit_codes import run_main

@@ -20,9 +20,9 @@ from engine.checkpointing.async_writer import BackgroundWriter, HostCopy, check_
 from engine.checkpointing.resume import Start
 from engine.checkpointing.run_identity import VERSION
 from engine.checkpointing.tensor_files import Tensors
+from engine.config.addresses import address_of
 from engine.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from engine.config.parsing import to_yaml
-from engine.config.paths import addresses
 from engine.distributed import replica_check
 from engine.distributed.host_group import run_on_main
 from engine.distributed.stop_signals import StopSignals
@@ -222,7 +222,7 @@ class Checkpointer:
         command = "the same command"
         if self.cfg.resume == "never":
             command += " without resume: never"
-        folder = addresses.get(str(self.folder), self.folder)
+        folder = address_of.get(str(self.folder), self.folder)
         text = f"Stopped by {reasons} at step {self.state.step:,}. Saved to {folder}; run {command} to resume."
         raise error or Stopped(text)
 

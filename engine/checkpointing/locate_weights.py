@@ -13,11 +13,12 @@ from typing import Any
 from engine.checkpointing.checkpoint_folder import newest_intact, read_state
 from engine.checkpointing.model_folder import RUN_CONFIG
 from engine.config.addon import Addon, overrides
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError, warn
 from engine.config.find_addons import addons_declaring
 from engine.config.option import declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
-from engine.config.paths import REPOSITORY, locate, path_of_flag, plain_data, read_yaml
+from engine.config.paths import REPOSITORY, locate, plain_data, read_yaml
 from engine.config.run_config import RunConfig, config_class
 from engine.models.config_and_tokenizer import ADAPTER_CONFIG, config_file, refuse_adapter
 from engine.process.run_status import newest_run

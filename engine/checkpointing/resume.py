@@ -14,9 +14,8 @@ import yaml
 from engine.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_state, step_of
 from engine.checkpointing.locate_weights import init_weights
 from engine.checkpointing.run_identity import SameRates, check_same_run, identity
-from engine.config import paths
+from engine.config.addresses import address_of, copies_of_main, on_this_node
 from engine.config.errors import Stopped, UsageError
-from engine.config.paths import addresses, on_this_node
 from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
@@ -69,8 +68,8 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
         run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
         return Start(checkpoint, notes, checkpoint, run_id, is_same_run, current)
 
-    start, of_main, token = run_on_main(accelerator, lambda: (choose(), addresses, run_store.current.token))
-    paths.of_main.update(of_main)
+    start, of_main, token = run_on_main(accelerator, lambda: (choose(), address_of, run_store.current.token))
+    copies_of_main.update(of_main)
     run_store.current.token = token
     return replace(start, checkpoint=run_store.current.here(start.checkpoint), weights=on_this_node(start.weights))
 
@@ -130,7 +129,7 @@ def _began_from(source: Path, folder: Path) -> bool:
     """Return whether the run in `folder` was started with --resume `source`."""
     config = folder / "config.yaml"
     given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
-    return Path(given).resolve() == Path(addresses.get(str(source), source)).resolve()
+    return Path(given).resolve() == Path(address_of.get(str(source), source)).resolve()
 
 
 def _is_elastic_restart(output_dir: Path) -> bool:

@@ -146,26 +146,6 @@ def fields_of_addons_with(cfg: RunConfig, *methods: Callable[..., Any]) -> dict[
     return fields
 
 
-# ---- stores ----------------------------------------------------------------------------------------------------------
-
-
-def store_addon(what: str) -> ModuleType:
-    """Return the add-on that reads and writes stores; raise UsageError, which begins with `what`, if it is not here."""
-    names = addon_names("stores")
-    if not names:
-        raise UsageError(
-            f"{what} is an address, which needs addons/stores/: restore it, or give a local file or folder"
-        )
-    return load_addon("stores", names[0])
-
-
-def local_copy(name: str, field: str, cfg: RunConfig | None = None) -> str:
-    """Return the local copy of a file or folder in a store, such as s3://bucket/run; any other name unchanged."""
-    if "://" not in name or name.startswith(("http://", "https://")):
-        return name
-    return store_addon(f"{field}: {name}").local_copy(name, field, cfg)
-
-
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 

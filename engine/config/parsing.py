@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, get_origin
 
 import yaml
 
+from engine.config.addresses import address_of, local_copy, path_of_flag
 from engine.config.errors import UsageError, did_you_mean, list_errors, warn
-from engine.config.find_addons import addons_declaring, addons_with_fields, local_copy, missing_addon, run_config
+from engine.config.find_addons import addons_declaring, addons_with_fields, missing_addon, run_config
 from engine.config.option import Option, declared_options, read_values, value_of_words
-from engine.config.paths import addresses, locate, path_of_flag, read_yaml
+from engine.config.paths import locate, read_yaml
 from engine.config.redact import redact_all, url_error
 from engine.config.run_config import RunConfig, config_class, field_values
 
@@ -253,6 +254,6 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
         for name, value in source.items():
             if name in rules and rules[name].is_path is True and value:
                 source[name] = [locate(each) for each in value] if isinstance(value, list) else locate(value)
-    values = {name: addresses.get(str(value), value) for name, value in values.items() if value != []}
+    values = {name: address_of.get(str(value), value) for name, value in values.items() if value != []}
     values = {name: redact_all(value) for name, value in values.items()}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -18,8 +18,6 @@ SCHEMA_FILE = REPOSITORY / "configs" / "schema.json"  # written by make schema
 STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # other schemes may run code
 VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)", re.ASCII)
 MARGIN = 256  # bytes of a path that files within a run folder need
-addresses: dict[str, str] = {}  # local copy of a file or folder -> where it is in a store
-of_main: dict[str, str] = {}  # the same of the main process, which may have its copies elsewhere
 DIFFERS_BY_PROCESS = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}  # all processes need the same names
 
 
@@ -65,30 +63,6 @@ def check_length(name: str) -> str:
     if length > allowed:
         raise ValueError(f"a path of {length} bytes is too long: give one of at most {allowed}")
     return name
-
-
-def path_of_flag(name: str, flag: str) -> str:
-    """Return the name of a file or folder after a flag that is no field, such as --config, expanded; or its local copy.
-
-    Raise UsageError if that is not possible."""
-    from engine.config.find_addons import local_copy  # which imports this file
-
-    try:
-        return local_copy(check_length(expand(name)), flag)
-    except ValueError as error:
-        raise UsageError(f"{flag}: {name}: {error}") from None
-
-
-def on_this_node(path: Path | None) -> Path | None:
-    """Return the local copy here of what the main process has at `path`; any other path unchanged."""
-    for copy, address in of_main.items():
-        if path is not None and path.is_relative_to(copy):
-            here = next(each for each, known in addresses.items() if known == address)
-            return Path(here, path.relative_to(copy))
-    return path
-
-
-# ---- lookup ----------------------------------------------------------------------------------------------------------
 
 
 def locate(name: str) -> str:

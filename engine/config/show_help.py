@@ -25,7 +25,8 @@ PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "tru
 def show_help(argv: list[str]) -> None:
     """Print the help of the task of --task, or of the run file of --config, and exit."""
     # engine/startup.py calls this before the slow imports, so no import here takes long.
-    from engine.config.paths import SCHEMA_FILE, path_of_flag, read_yaml
+    from engine.config.addresses import path_of_flag
+    from engine.config.paths import SCHEMA_FILE, read_yaml
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "task", "help"):

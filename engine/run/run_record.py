@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from engine import startup
+from engine.config.addresses import address_of
 from engine.config.errors import writes_to
 from engine.config.parsing import to_yaml
-from engine.config.paths import REPOSITORY, addresses
+from engine.config.paths import REPOSITORY
 from engine.config.redact import redact_all
 from engine.process import console, run_status
 from engine.process.exit_codes import record_exit_in
@@ -168,7 +169,7 @@ class RunRecord:
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
-        folder = addresses.get(str(self.folder), self.folder.resolve())
+        folder = address_of.get(str(self.folder), self.folder.resolve())
         self.say(f"\nrun    {folder}\nmodel  {folder}/final")
 
 

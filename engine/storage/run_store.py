@@ -7,8 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from engine.config.find_addons import store_addon
-from engine.config.paths import on_this_node
+from engine.config.addresses import on_this_node, store_addon
 from engine.storage import jsonl
 
 

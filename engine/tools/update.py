@@ -20,8 +20,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
-from engine.config.paths import REPOSITORY, SCHEMA_FILE, path_of_flag
+from engine.config.paths import REPOSITORY, SCHEMA_FILE
 from engine.process.exit_codes import EXIT_FAILED, run_main
 from engine.tools import addon_files
 from engine.tools.used_names import missing_names

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.config import find_addons, parsing, paths
+from engine.config import addresses, find_addons, parsing, paths
 from engine.config.errors import UsageError
 from engine.config.find_addons import addons_with_fields
 from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
@@ -144,7 +144,7 @@ def test_path_longer_than_the_file_system_allows(home):
 @pytest.mark.parametrize("flag", ["--config", "--checkpoint"])
 def test_flags_that_are_no_fields(home, flag):
     (home / "x.yaml").write_text("{}")
-    assert paths.path_of_flag("~/x.yaml", flag) == str(home / "x.yaml")
+    assert addresses.path_of_flag("~/x.yaml", flag) == str(home / "x.yaml")
     for name in ("$NOT_SET/x", TOO_LONG):
         codes, [output] = kit.run_command("eval.py", flag, name, folder=home)
         assert codes == [2], output
@@ -154,5 +154,5 @@ def test_flags_that_are_no_fields(home, flag):
 def test_address_where_the_add_on_is_not_here(tmp_path, monkeypatch):
     monkeypatch.setattr(find_addons, "ADDONS", tmp_path)
     with pytest.raises(UsageError, match=r"RUN: s3://bucket/run .* addons/stores/"):
-        paths.path_of_flag("s3://bucket/run", "RUN")
-    assert paths.path_of_flag("runs/a", "RUN") == "runs/a"
+        addresses.path_of_flag("s3://bucket/run", "RUN")
+    assert addresses.path_of_flag("runs/a", "RUN") == "runs/a"
