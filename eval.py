@@ -17,6 +17,7 @@ from engine.config.errors import UsageError
 from engine.distributed.backends import Backend
 from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan.dataset import check_same_data, prepare_datasets
 from engine.process.console import table
 from engine.process.exit_codes import run_main
@@ -24,7 +25,6 @@ from engine.run.answers import answer_samples
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.run_record import write_evaluation
 from engine.task import Task
-from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
 from src.training.environment import topology
 from src.training.evaluation import evaluate

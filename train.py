@@ -18,6 +18,7 @@ from engine.checkpointing import checkpointer, resume, run_identity
 from engine.config import parsing, validation
 from engine.distributed import choose_backend, replica_check, stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan import data_loader, dataset, seeding
 from engine.plan.data_loader import StepBatch
 from engine.process.exit_codes import run_main
@@ -26,7 +27,6 @@ from engine.run.techniques import make_techniques
 from engine.run.totals_and_votes import StepLosses, StepTotals
 from engine.run.train_state import Intervals, Run
 from engine.task import Task
-from engine.task_registry import OPTIONS, make_task
 from src.fields import RunConfig
 from src.training import evaluation, optimizers, schedules, training_model
 from src.training.run_logger import RunLogger

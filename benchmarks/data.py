@@ -24,12 +24,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from engine.config import parsing, validation
 from engine.config.run_config import RunConfig
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan.batch_plan import PlanConfig, training_order
 from engine.plan.data_loader import read_batches
 from engine.plan.dataset import prepare_datasets
 from engine.rows.prepared_split import ROWS
 from engine.storage import cache_folder
-from engine.task_registry import OPTIONS, make_task
 
 MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}

@@ -46,7 +46,7 @@ from engine.plan.dataset import prepare_datasets
 from engine.distributed.init_accelerator import init_accelerator
 from engine.distributed.choose_backend import make_backend
 from engine.run.meter import Meter
-from engine.task_registry import OPTIONS, make_task
+from engine.find_tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
 from engine.run.model_with_loss import ModelWithLoss
 

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from addons.techniques import TECHNIQUES  # noqa: E402
-from engine.task_registry import OPTIONS  # noqa: E402
+from engine.find_tasks import OPTIONS  # noqa: E402
 from tests.addons.techniques import test_conformance as lists  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "project" / "support.md"

@@ -75,7 +75,7 @@ def begin(is_training=False, has_help=True):
         show_help(sys.argv)
     if has_help and "--schema" in sys.argv:
         from engine.config.show_help import show_schema
-        from engine.task_registry import OPTIONS
+        from engine.find_tasks import OPTIONS
 
         show_schema(OPTIONS)
     if has_help and os.environ.get("RANK", "0") == "0":

@@ -15,10 +15,10 @@ import torch
 
 from engine.config.errors import UsageError
 from engine.distributed.backends import Backend
+from engine.find_tasks import Batch, Task
 from engine.plan.batch_plan import MicroBatch
 from engine.plan.seeding import seed_everything
 from engine.run.totals_and_votes import ComputeGradient, StepBatch, StepLosses, StepTotals
-from engine.task_registry import Batch, Task
 from src.training.evaluation import Part
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)

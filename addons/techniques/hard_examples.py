@@ -17,9 +17,9 @@ from addons.techniques._batch_loss import Vectors, batch_loss_gradient
 from engine.config.errors import UsageError
 from engine.config.option import option
 from engine.config.run_config import RunConfig
+from engine.find_tasks import Task
 from engine.plan.seeding import seed_everything
 from engine.run.totals_and_votes import StepBatch, StepLosses, StepTotals
-from engine.task_registry import Task
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 

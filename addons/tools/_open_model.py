@@ -11,9 +11,9 @@ from engine.config.errors import UsageError
 from engine.distributed.backends import Backend
 from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator
+from engine.find_tasks import OPTIONS, make_task
 from engine.run.model_with_loss import ModelWithLoss
 from engine.task import Task
-from engine.task_registry import OPTIONS, make_task
 
 
 class OpenModel(NamedTuple):

@@ -33,11 +33,11 @@ from engine.config import parsing, validation
 from engine.config.addresses import path_of_flag
 from engine.config.errors import Failure, UsageError, writes_to
 from engine.config.paths import read_yaml
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan.dataset import prepare_datasets
 from engine.process import console
 from engine.process.exit_codes import STOP_IS_SUCCESS, run_main
 from engine.storage import atomic_folder, jsonl, verify_hashes
-from engine.task_registry import OPTIONS, make_task
 from engine.tools import smoke
 from src.training.schedules import has_same_rates
 

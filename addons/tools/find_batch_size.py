@@ -21,12 +21,12 @@ from engine.config.errors import UsageError
 from engine.distributed import backends
 from engine.distributed.choose_backend import make_backend
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.find_tasks import OPTIONS, Task, make_task
 from engine.plan import dataset
 from engine.process import exit_codes
 from engine.process.exit_codes import run_main
 from engine.rows.prepared_split import Split
 from engine.run.techniques import make_techniques
-from engine.task_registry import OPTIONS, Task, make_task
 from src.fields import RunConfig
 from src.training import optimizers
 from src.training.training_model import build_model

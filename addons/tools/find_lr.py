@@ -29,12 +29,12 @@ from engine.config.errors import Failure, Stopped, UsageError, list_errors
 from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
 from engine.distributed import stop_signals
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan import dataset
 from engine.process import run_lock
 from engine.process.exit_codes import run_main
 from engine.storage import atomic_folder, jsonl
 from engine.storage.jsonl import strict_json
-from engine.task_registry import OPTIONS, make_task
 
 DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest
 

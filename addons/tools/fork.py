@@ -24,8 +24,8 @@ from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError, did_you_mean
 from engine.config.find_addons import known_addons
 from engine.config.paths import REPOSITORY, SCHEMA_FILE, read_yaml
+from engine.find_tasks import OPTIONS
 from engine.process.exit_codes import run_main
-from engine.task_registry import OPTIONS
 from engine.tools import addon_files
 from engine.tools.update import COMMIT, RECORD, VERSION
 

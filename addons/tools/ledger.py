@@ -15,13 +15,13 @@ import numpy as np
 from engine.config import parsing
 from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan.batch_plan import PlanConfig, hash_ids, plan
 from engine.plan.data_loader import plan_config
 from engine.plan.dataset import prepare_datasets
 from engine.process.exit_codes import run_main
 from engine.run.ledger import LEDGER, OF_CORE, hash_text
 from engine.storage import jsonl
-from engine.task_registry import OPTIONS, make_task
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:

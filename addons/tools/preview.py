@@ -19,12 +19,12 @@ import numpy as np
 from engine.config import parsing, validation
 from engine.config.addresses import path_of_flag
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS, Task, make_task
 from engine.plan import data_loader, dataset
 from engine.plan.batch_plan import training_order
 from engine.process.exit_codes import run_main
 from engine.rows.prepared_split import data_notes, format_stats
 from engine.storage.atomic_folder import rewrite
-from engine.task_registry import OPTIONS, Task, make_task
 from src.losses.cross_entropy import IGNORED
 from src.tasks import causal_lm
 

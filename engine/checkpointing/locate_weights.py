@@ -20,11 +20,11 @@ from engine.config.option import declared_options, is_from_checkpoint
 from engine.config.parsing import flag_names
 from engine.config.paths import REPOSITORY, locate, plain_data, read_yaml
 from engine.config.run_config import RunConfig, config_class
+from engine.find_tasks import OPTIONS
 from engine.models.config_and_tokenizer import ADAPTER_CONFIG, config_file, refuse_adapter
 from engine.process.run_status import newest_run
 from engine.storage import verify_hashes
 from engine.storage.git_lfs import refuse_pointers_of_model
-from engine.task_registry import OPTIONS
 
 # Fields of RunConfig that an evaluation may need, but that a checkpoint must not choose.
 ONLY_BY_FLAG = ("trust_remote_code", "cache_dir")

@@ -20,10 +20,10 @@ from engine.config.run_config import RunConfig
 from engine.distributed.backend_checks import check_only_tensors
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import run_on_main
+from engine.find_tasks import Task
 from engine.process import run_lock, run_status
 from engine.run.train_state import Run, TrainState
 from engine.storage import atomic_folder, jsonl, run_store, verify_hashes
-from engine.task_registry import Task
 
 
 @dataclass

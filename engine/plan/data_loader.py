@@ -16,11 +16,11 @@ import torch
 
 from engine.config.run_config import RunConfig
 from engine.distributed.backends import Backend
+from engine.find_tasks import Batch, Task
 from engine.plan import seeding
 from engine.plan.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from engine.plan.seeding import derive_seed
 from engine.process.worker_processes import init_worker
-from engine.task_registry import Batch, Task
 
 READ_AHEAD = 8  # micro-batches; without dataloader workers
 Item = tuple[MicroBatch, Batch]

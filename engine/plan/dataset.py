@@ -13,6 +13,7 @@ from engine.config.addon import Addon
 from engine.config.errors import UsageError, warn, warn_once, writes_to
 from engine.config.find_addons import fields_of_addons_with, first_answer, follows_evaluations
 from engine.config.run_config import RunConfig
+from engine.find_tasks import OPTIONS, Task, make_task
 from engine.models.new_tokens import check_tokens
 from engine.plan.computed_rows import ComputedSplit, open_computed_rows
 from engine.plan.mixture import Mixture
@@ -23,7 +24,6 @@ from engine.rows.prepared_split import Split, data_notes, format_stats, holds_ch
 from engine.rows.sources import Source, fetch_source, find_sources
 from engine.storage import hub
 from engine.storage.cache_folder import cache_root
-from engine.task_registry import OPTIONS, Task, make_task
 
 
 def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.find_tasks import Task
 from engine.process import private_apis
-from engine.task_registry import Task
 
 
 class ModelWithLoss(torch.nn.Module):

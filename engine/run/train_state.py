@@ -16,11 +16,11 @@ from engine.config.find_addons import schedule_addon
 from engine.config.run_config import RunConfig, best_by
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
+from engine.find_tasks import Task
 from engine.run.meter import Meter
 from engine.run.model_with_loss import ModelWithLoss
 from engine.run.totals_and_votes import StepBatch, StepLosses
 from engine.storage.jsonl import JsonlWriter
-from engine.task_registry import Task
 
 
 class Update:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.find_tasks import Task
 from engine.plan.seeding import seed_everything
-from engine.task_registry import Task
 from tests.conformance.host_reads import IN_TRANSFORMERS, HostReads
 from tests.conformance.smoke_checks import collate_seeded, differences
 

@@ -15,12 +15,12 @@ from itertools import islice
 from engine.config import parsing
 from engine.config.addon import Addon, overrides
 from engine.config.errors import Failure
+from engine.find_tasks import OPTIONS, Task, make_task
 from engine.plan.dataset import load_task, resolve_sources
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
 from engine.rows.examples import load_examples
 from engine.rows.prepare import encode_files, encode_rows, inspect_columns
-from engine.task_registry import OPTIONS, Task, make_task
 from tests.conformance.smoke_checks import place
 
 ROWS = 32  # of each source

@@ -7,7 +7,7 @@ Switch dropout off. 203 rows to train on and 31 to evaluate on give the suite an
 
 import numpy as np
 
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.helpers import kit
 
 BERT = {

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from engine.config.errors import Failure
 from engine.config.paths import REPOSITORY
 from engine.distributed.running_statistics import StepBuffers
+from engine.find_tasks import Batch, Task
 from engine.plan.seeding import seed_everything
-from engine.task_registry import Batch, Task
 
 SEEDS = range(1, 9)  # of a random flip of one row, 8 seeds miss 1 in 256
 MANY_SEEDS = range(1, 17)  # for the mean of a loss that is random

@@ -17,10 +17,10 @@ from engine.config.run_config import RunConfig
 from engine.distributed import stop_signals
 from engine.distributed.host_group import run_on_main
 from engine.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from engine.find_tasks import OPTIONS, Task, make_task
 from engine.plan import dataset
 from engine.plan.batch_plan import sizes_of_run
 from engine.process.exit_codes import is_out_of_memory, run_main
-from engine.task_registry import OPTIONS, Task, make_task
 from engine.tools.smoke import STEPS
 from tests.conformance.smoke_checks import check_collate, check_loss, check_weight, measure_by, varied_ids
 

@@ -8,8 +8,8 @@ import torch
 import yaml
 
 from engine.config import parsing
+from engine.find_tasks import MODULES, OPTIONS, make_task
 from engine.plan.dataset import prepare_datasets
-from engine.task_registry import MODULES, OPTIONS, make_task
 from tests.conformance import checks, recipes
 from tests.conformance.smoke_checks import check_collate, check_loss, check_weight
 from tests.helpers import kit

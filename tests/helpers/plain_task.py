@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from engine import task as base
 from engine.config.option import option
+from engine.find_tasks import MODULES, OPTIONS
 from engine.models.build_model import build_plain_model, saved_config
 from engine.task import Batch
-from engine.task_registry import MODULES, OPTIONS
 from tests.helpers import kit
 
 NAME = "plain"

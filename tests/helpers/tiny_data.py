@@ -10,7 +10,7 @@ import yaml
 
 from engine.config import validation
 from engine.config.paths import REPOSITORY
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 
 LLAMA = {
     "model_type": "llama",
@@ -90,8 +90,8 @@ def flags(**fields) -> list[str]:
 def open_data(**fields):
     """Return (task, its prepared splits), opened as train.py opens them."""
     from engine.config import parsing
+    from engine.find_tasks import make_task
     from engine.plan import dataset
-    from engine.task_registry import make_task
 
     run, options = parsing.parse(flags(**fields), OPTIONS)
     validation.check(run, options)

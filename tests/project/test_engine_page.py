@@ -92,10 +92,10 @@ MUTANTS = [  # added to the page, a program of ours, an example in a document, w
     (TASK, "", "", "engine.task.Task is on the page twice"),
     ("| `engine.task.Removed` | x |\n", "from engine.task import Removed\n", "", "engine.task.Removed is not defined"),
     (
-        "| `engine.task_registry.Batch` | x |\n",
-        "from engine.task_registry import Batch\n",
+        "| `engine.find_tasks.Batch` | x |\n",
+        "from engine.find_tasks import Batch\n",
         "",
-        "engine.task_registry.Batch is not defined there",
+        "engine.find_tasks.Batch is not defined there",
     ),
     ("", "\n".join(f"from engine.task import T{i}" for i in range(90)), "", "more than 90"),
     ("", "\n" * MOST_LINES, "", "more than 2500"),

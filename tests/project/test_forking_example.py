@@ -17,8 +17,8 @@ import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan.dataset import prepare_datasets
-from engine.task_registry import OPTIONS, make_task
 from tests.conformance import checks, recipes, test_task
 from tests.conformance.test_task import make_flags, open_task
 from tests.helpers import kit, plain_task

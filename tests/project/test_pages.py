@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from engine.checkpointing.tensor_files import weights_sha256
 from engine.config.find_addons import missing_addon
 from engine.config.paths import SCHEMA_FILE
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.conformance import test_task
 from tests.engine.config.test_schema import PROPERTIES
 from tests.helpers import kit

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import parsing, validation
 from engine.config.errors import UsageError
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.helpers import kit
 
 README = (kit.REPOSITORY / "README.md").read_text()

@@ -83,7 +83,7 @@ def test_rest_is_imported_without_one_of_them(tmp_path, name):
 
 ROOMS = sorted(path.name for path in (kit.REPOSITORY / "addons").glob("[!_]*") if path.is_dir())
 # Tests that look at files, by name: pytest collects all others, too.
-ABOUT_FILES = "test_requirements or test_addon_imports or test_addon_rows or pages_name_what_exists or test_schema or test_task_registry"
+ABOUT_FILES = "test_requirements or test_addon_imports or test_addon_rows or pages_name_what_exists or test_schema or test_find_tasks"
 
 
 @pytest.mark.cluster

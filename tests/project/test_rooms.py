@@ -13,12 +13,12 @@ from tests.helpers import kit
 
 HOUSES = ("engine", "src")
 # Rooms and files of engine/, each of which may import the ones before it.
-ORDER = ["startup", "config", "storage", "process", "rows", "distributed", "models", "task", "task_registry"]
+ORDER = ["startup", "config", "storage", "process", "rows", "distributed", "models", "task", "find_tasks"]
 ORDER += ["plan", "run", "checkpointing", "tools"]
 ROOMS_OF_ROWS = {"config", "storage", "process"}
 MOST_NAMES = 20  # that the rest takes of engine/rows/
 # --help, before slow imports, and --schema; the end of a program in which an import fails.
-SIDEWAYS = {("startup", "config"), ("startup", "task_registry"), ("startup", "process")}
+SIDEWAYS = {("startup", "config"), ("startup", "find_tasks"), ("startup", "process")}
 
 
 def imports(folder: Path) -> set[tuple[str, str]]:

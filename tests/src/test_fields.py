@@ -14,7 +14,7 @@ from engine.config import find_addons as addons
 from engine.config import parsing, run_config
 from engine.config.errors import UsageError
 from engine.config.show_help import format_help, run_file_schema, show_schema
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from src.fields import RunConfig
 from tests.helpers import kit
 

@@ -10,7 +10,7 @@ from addons.backends import deepspeed
 from engine.config import find_addons as addons
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.distributed import backend_checks, backends
+from engine.distributed import backend_checks, choose_backend
 from engine.run import memory
 from tests.helpers import kit
 
@@ -58,7 +58,7 @@ def test_add_on_that_runs_a_launch(kind, tp_size, expected):
     for name in ("deepspeed", "tensor_parallel"):
         kit.need_addon(f"backends/{name}")
     try:
-        found = backends._backend_of_addon(launch(kind, tp_size)).__name__
+        found = choose_backend._backend_of_addon(launch(kind, tp_size)).__name__
     except UsageError as error:
         found = str(error)
     assert found.startswith(expected)
@@ -68,7 +68,7 @@ def test_launch_of_a_removed_add_on_is_refused(monkeypatch):
     """Also its plan in a dry run, which asks by the variable of the launcher."""
     monkeypatch.setattr(backends, "addon_names", lambda room: [])
     with pytest.raises(UsageError, match=r"distributed_type is DEEPSPEED, which .* \(here: none\): restore"):
-        backends._backend_of_addon(launch("DEEPSPEED", 1))
+        choose_backend._backend_of_addon(launch("DEEPSPEED", 1))
     monkeypatch.setattr(addons, "addon_names", lambda room: [])
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UsageError, match="deepspeed is an add-on that is not here: restore addons/backends/deepspeed"):

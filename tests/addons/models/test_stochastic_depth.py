@@ -7,8 +7,8 @@ import torch
 
 from engine.config import parsing
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS
 from engine.models.config_and_tokenizer import load_config
-from engine.task_registry import OPTIONS
 from tests.addons.tasks.images import CONVNEXT, run_fields
 from tests.helpers import kit
 

@@ -13,10 +13,10 @@ from engine.config.errors import UsageError
 from engine.distributed.backends import Backend
 from engine.distributed.host_group import HostGroup
 from engine.distributed.init_accelerator import init_accelerator
+from engine.find_tasks import OPTIONS, make_task
 from engine.plan import dataset
 from engine.plan.data_loader import train_batches
 from engine.run.train_state import TrainState
-from engine.task_registry import OPTIONS, make_task
 from tests.conformance.recipes import BERT
 from tests.helpers import kit, technique_runs
 

@@ -18,11 +18,11 @@ from addons.tasks.preference.preference_pairs import PairEncoder
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
 from engine.config.validation import training_errors
+from engine.find_tasks import OPTIONS
 from engine.rows.chat_options import ChatFormat
 from engine.rows.encode_rows import Encoder
 from engine.rows.examples import DatasetExamples
 from engine.rows.sources import Source
-from engine.task_registry import OPTIONS
 from src.losses import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.conformance.test_task import make_flags

@@ -9,7 +9,7 @@ from addons.techniques import TECHNIQUES, NamedTechniques
 from engine.config.find_addons import run_config
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, field_values
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.engine.checkpointing.test_run_identity import check, refusal
 
 EMA_CLASS = TECHNIQUES["ema"]()

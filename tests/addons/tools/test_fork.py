@@ -231,7 +231,7 @@ def test_edits_of_the_copy_are_red_in_no_test_of_files(copy, tmp_path):
     shutil.rmtree(edited / "docs")
     (edited / "README.md").rename(edited / "readme.txt")
     words = ["tests/engine/config/test_schema.py", "tests/engine/distributed/test_accelerate_configs.py"]
-    words += ["tests/engine/test_task_registry.py", "tests/conformance/test_task.py", "-k", "not rows and not train"]
+    words += ["tests/engine/test_find_tasks.py", "tests/conformance/test_task.py", "-k", "not rows and not train"]
     for more in (["--collect-only"], words):
         assert_pytest(edited, *more)
 

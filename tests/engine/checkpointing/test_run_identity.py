@@ -14,7 +14,7 @@ from engine.config.errors import UsageError
 from engine.config.option import declared_options
 from engine.config.parsing import to_yaml
 from engine.config.run_config import RunConfig, changeable_fields
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from src.training.schedules import has_same_rates
 from tests.engine.checkpointing import recipe
 from tests.engine.checkpointing.recipe import identity_of

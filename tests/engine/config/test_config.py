@@ -11,7 +11,7 @@ from engine.config import parsing, paths, validation
 from engine.config.errors import UsageError
 from engine.config.option import declared_options
 from engine.config.run_config import RunConfig
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.helpers import kit
 
 MODEL = {"model_config": "llama.yaml", "train_file": "a.jsonl"}

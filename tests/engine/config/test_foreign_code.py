@@ -16,9 +16,9 @@ from engine.config import parsing, validation
 from engine.config.errors import UsageError
 from engine.config.option import declared_options, is_from_checkpoint, option
 from engine.config.run_config import RunConfig
+from engine.find_tasks import OPTIONS, make_task
 from engine.models.config_and_tokenizer import load_tokenizer
 from engine.storage import verify_hashes
-from engine.task_registry import OPTIONS, make_task
 from src.losses.metrics import check_metrics
 from src.tasks import causal_lm
 from tests.helpers import kit

@@ -11,7 +11,7 @@ from engine.config.errors import UsageError
 from engine.config.find_addons import addons_with_fields
 from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
 from engine.config.run_config import RunConfig
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.helpers import kit
 
 NO_PATHS = {"cache_per_node", "project", "run_name", "hub_model_id", "teacher_revision", "reference_revision", "optim"}

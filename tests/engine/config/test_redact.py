@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from engine.config import parsing, redact
 from engine.config.errors import UsageError
 from engine.config.redact import redact_all, url_error
+from engine.find_tasks import OPTIONS
 from engine.process import run_status
-from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
 PASSWORD, SIGNATURE, USER = "pa55word", "5ignature", "al1ce"

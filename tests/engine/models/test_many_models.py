@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.task_registry import OPTIONS
+from engine.find_tasks import OPTIONS
 from tests.conformance import recipes
 from tests.helpers import kit
 

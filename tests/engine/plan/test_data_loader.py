@@ -12,10 +12,10 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from engine.config.run_config import RunConfig
+from engine.find_tasks import Batch
 from engine.plan import data_loader, seeding
 from engine.plan.batch_plan import PlanConfig, training_order
 from engine.rows.prepared_split import column_readers
-from engine.task_registry import Batch
 from src.tasks import causal_lm
 from tests.helpers import kit, plain_task
 

@@ -7,9 +7,9 @@ import pytest
 
 from engine.config import parsing
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS
 from engine.rows.examples import DatasetExamples
 from engine.rows.sources import Source
-from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
 BERT = {"model_type": "bert", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 import train
 from engine.config import parsing
 from engine.config.errors import UsageError
+from engine.find_tasks import OPTIONS
 from engine.rows.chat_options import ChatFormat, ChatOptions
 from engine.rows.choose_template import choose_template
 from engine.rows.encode_chat import encode_chat
@@ -18,7 +19,6 @@ from engine.rows.encode_rows import make_chat_format
 from engine.rows.render_chat import without_marks
 from engine.rows.template_families import family_files
 from engine.rows.tokenize_and_pack import IGNORED
-from engine.task_registry import OPTIONS
 from tests.helpers import kit
 
 CHAT = [

@@ -9,7 +9,7 @@ import pytest
 from engine import task as base
 from engine.config.errors import UsageError
 from engine.config.run_config import RunConfig
-from engine.task_registry import MODULES, OPTIONS, make_task
+from engine.find_tasks import MODULES, OPTIONS, make_task
 from tests.helpers import kit, plain_task
 
 pytestmark = pytest.mark.usefixtures("plain")

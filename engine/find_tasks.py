@@ -1,4 +1,4 @@
-"""Task registry: each file of src/tasks/ and addons/tasks/ is a task; engine/task.py defines the interface."""
+"""Find tasks: each file of src/tasks/ and addons/tasks/ is one, and registers nowhere; engine/task.py defines the interface."""
 
 from functools import partial
 from importlib import import_module
