@@ -66,7 +66,7 @@ def test_add_on_that_runs_a_launch(kind, tp_size, expected):
 
 def test_launch_of_a_removed_add_on_is_refused(monkeypatch):
     """Also its plan in a dry run, which asks by the variable of the launcher."""
-    monkeypatch.setattr(backends, "addon_names", lambda room: [])
+    monkeypatch.setattr(choose_backend, "addon_names", lambda room: [])
     with pytest.raises(UsageError, match=r"distributed_type is DEEPSPEED, which .* \(here: none\): restore"):
         choose_backend._backend_of_addon(launch("DEEPSPEED", 1))
     monkeypatch.setattr(addons, "addon_names", lambda room: [])
