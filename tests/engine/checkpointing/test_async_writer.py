@@ -28,10 +28,10 @@ def fail_at(steps, error: Exception, patch) -> None:
     """Let the writing of these checkpoints fail when most of each is written."""
     write = checkpoint_folder.write_state
 
-    def failing(folder, state):
+    def failing(folder, state, shards):
         if state["progress"]["step"] in steps:
             raise error
-        return write(folder, state)
+        return write(folder, state, shards)
 
     patch.setattr(checkpoint_folder, "write_state", failing)
 
