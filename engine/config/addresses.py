@@ -5,11 +5,10 @@ Tests: tests/engine/config/test_paths.py, tests/addons/stores/.
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from engine.config.errors import UsageError
-from engine.config.find_addons import addon_names, load_addon
 from engine.config.paths import check_length, expand
-from engine.config.run_config import RunConfig
 
 address_of: dict[str, str] = {}  # local copy of a file or folder -> where it is in a store
 copies_of_main: dict[str, str] = {}  # the same of the main process, which may have its copies elsewhere
@@ -17,6 +16,8 @@ copies_of_main: dict[str, str] = {}  # the same of the main process, which may h
 
 def store_addon(what: str) -> ModuleType:
     """Return the add-on that reads and writes stores; raise UsageError, which begins with `what`, if it is not here."""
+    from engine.config.find_addons import addon_names, load_addon  # slow, and --help comes before
+
     names = addon_names("stores")
     if not names:
         raise UsageError(
@@ -25,7 +26,7 @@ def store_addon(what: str) -> ModuleType:
     return load_addon("stores", names[0])
 
 
-def local_copy(name: str, field: str, cfg: RunConfig | None = None) -> str:
+def local_copy(name: str, field: str, cfg: Any = None) -> str:
     """Return the local copy of a file or folder in a store, such as s3://bucket/run; any other name unchanged."""
     if "://" not in name or name.startswith(("http://", "https://")):
         return name

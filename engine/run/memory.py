@@ -95,7 +95,7 @@ def describe_memory(
     if needed > available:
         warn(
             f"memory: weights, gradients and optimizer need {format_size(needed)} on each device, which has "
-            f"{format_size(available)}: shard them over more devices (accelerate_configs/fsdp2.yaml), or train an adapter (peft)"
+            f"{format_size(available)}: shard them over more devices (accelerate_configs/fsdp2.yaml), or train an adapter"
         )
     place = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
     kept = describe_activations(cfg, model, format_size, longest)

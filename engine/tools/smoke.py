@@ -26,7 +26,6 @@ from engine.checkpointing.checkpoint_folder import read_state
 from engine.checkpointing.tensor_files import TensorReader, digest
 from engine.config import parsing
 from engine.config.errors import Failure, Stopped, UsageError, warn
-from engine.config.find_addons import addon_names, load_addon
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
 from engine.distributed.stop_signals import SIGNALS
@@ -34,6 +33,7 @@ from engine.find_tasks import OPTIONS
 from engine.process import console, run_status
 from engine.process.exit_codes import STOP_IS_SUCCESS, run_main
 from engine.storage import jsonl
+from engine.tools.costs_of_run import describe_costs
 
 STEPS = 3  # of each run; the second one resumes at the step before the last
 EVAL_BATCHES = 4  # micro-batches of each evaluation
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> None:
     if not reason:
         last = state_at(first, STEPS) | lines_at(first, STEPS)
         count += compare(last, state_at(resumed, STEPS) | lines_at(resumed, STEPS), f"after step {STEPS}")
-    if "costs_of_run" in addon_names("tools"):
-        console.say(load_addon("tools", "costs_of_run").describe_costs(cfg, first, checkpoint(first, STEPS)))
+    console.say(describe_costs(cfg, first, checkpoint(first, STEPS)))
     for each in (first, resumed):
         shutil.rmtree(each / "checkpoints")
     skipped = f", but not compared after another step, because {reason}" if reason else ", and so is the step after it"

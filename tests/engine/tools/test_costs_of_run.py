@@ -2,10 +2,10 @@
 
 import re
 
-from addons.tools import costs_of_run as costs
 from engine.config.run_config import RunConfig
 from engine.run.run_size import format_size
 from engine.storage import jsonl
+from engine.tools import costs_of_run as costs
 from tests.helpers import kit
 
 

@@ -1,6 +1,6 @@
 """Time, disk and memory of a whole run, from the steps of its smoke test: `make smoke` prints them.
 
-Tests: tests/addons/tools/test_costs_of_run.py.
+Tests: tests/engine/tools/test_costs_of_run.py.
 """
 
 import math
