@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import train
 from engine.checkpointing.checkpointer import Checkpointer
 from engine.config import parsing, validation
+from engine.config.addresses import local_folder
 from engine.config.errors import Failure, Stopped, UsageError, list_errors
 from engine.config.option import AS_GIVEN, declared_options, option, read_values, value_of_words
 from engine.distributed import stop_signals
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> None:
     cfg, task_options = parsing.parse(argv, OPTIONS)
     if cfg.dry_run:
         raise UsageError("dry_run: find_lr.py has no dry_run: give --dry_run to train.py")
-    given, folder = cfg.learning_rate, Path(f"{cfg.output_dir}_find_lr")
+    given, folder = cfg.learning_rate, Path(f"{local_folder(cfg.output_dir)}_find_lr")
     cfg = replace(cfg, **test.fields(str(folder)))
     validation.check(cfg, task_options)
     check_environment()

@@ -33,6 +33,11 @@ def local_copy(name: str, field: str, cfg: Any = None) -> str:
     return store_addon(f"{field}: {name}").local_copy(name, field, cfg)
 
 
+def local_folder(output_dir: str) -> str:
+    """Return the run folder, or one in runs/ of the same name if it is an address: for tools that train a few steps here."""
+    return f"runs/{Path(output_dir).name}" if "://" in output_dir else output_dir
+
+
 def path_of_flag(name: str, flag: str) -> str:
     """Return the name of a file or folder after a flag that is no field, such as --config, expanded; or its local copy.
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from engine.checkpointing.checkpoint_folder import read_state
 from engine.checkpointing.tensor_files import TensorReader, digest
 from engine.config import parsing
+from engine.config.addresses import local_folder
 from engine.config.errors import Failure, Stopped, UsageError, warn
 from engine.config.paths import REPOSITORY
 from engine.config.run_config import RunConfig
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
     launcher, script, argv = split_command(argv)
     argv = parsing.with_default_config(argv)
     cfg, _ = parsing.parse(argv, OPTIONS)
-    folder = Path(cfg.output_dir) / ".smoke"
+    folder = Path(local_folder(cfg.output_dir)) / ".smoke"
     first, resumed = folder / "first", folder / "resumed"
     flags = [*argv, *flags_of_test(cfg)]
     shutil.rmtree(folder, ignore_errors=True)

@@ -156,3 +156,8 @@ def test_address_where_the_add_on_is_not_here(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"RUN: s3://bucket/run .* addons/stores/"):
         addresses.path_of_flag("s3://bucket/run", "RUN")
     assert addresses.path_of_flag("runs/a", "RUN") == "runs/a"
+
+
+def test_tools_train_in_a_local_folder():
+    """The mutant, a path made of the address, would be a folder named s3:."""
+    assert addresses.local_folder("s3://bucket/runs/a") == addresses.local_folder("runs/a") == "runs/a"
