@@ -1,6 +1,6 @@
 """Encoding of raw rows (text, chats, prompt and completion, or token ids) as token ids and labels.
 
-Their formats are in row_formats.py. Tests: tests/src/tasks/test_causal_lm.py, tests/engine/rows/test_formats.py,
+Their formats are in formats.py. Tests: tests/src/tasks/test_causal_lm.py, tests/engine/rows/test_formats.py,
 tests/engine/config/test_bad_input.py.
 """
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
 from engine.config import parsing
 from engine.config.addon import Addon, overrides
@@ -19,6 +20,7 @@ from engine.find_tasks import OPTIONS, Task, make_task
 from engine.plan.dataset import load_task, resolve_sources
 from engine.process.exit_codes import run_main
 from engine.process.private_apis import replaced
+from engine.rows import prepare
 from engine.rows.examples import load_examples
 from engine.rows.prepare import encode_files, encode_rows, inspect_columns
 from tests.conformance.smoke_checks import place
@@ -53,8 +55,11 @@ class Environment(dict):
 
 @contextmanager
 def variables_read(task: Task):
-    """Within, add to the set that is returned the environment variables that the code behind `encode` reads."""
-    noted = Environment({str(file) for file in encode_files(task)})
+    """Within, add to the set that is returned the environment variables that the code of the task reads for `encode`.
+
+    Not those that the engine's reads: pyarrow asks for one when prepare.py makes an array."""
+    own = [file for file in encode_files(task) if file.parent != Path(prepare.__file__).parent]
+    noted = Environment({str(file) for file in own})
     with replaced({(os, "environ"): noted}):
         yield noted.names
 
