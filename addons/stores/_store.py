@@ -15,7 +15,8 @@ WAITS = (0.5, 2.0, 5.0)  # seconds before each further try; fsspec's own tries c
 # Stores that refuse a second write of one name when fsspec asks for it (docs/cloud.md says which of them were tried).
 CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file", "local", "memory"}
 READS = ("find", "cat_file", "get_file", "rm_file")  # to upload, what is missing is an upload that was retried
-BY_OPEN = {"file", "local", "memory"}  # fsspec asks these by the mode "xb" only
+DISKS = {"file", "local"}
+BY_OPEN = {*DISKS, "memory"}  # fsspec asks these by the mode "xb" only
 VERSIONS = ("ETag", "etag", "generation", "oid", "mtime", "LastModified", "last_modified", "created")
 
 
@@ -30,7 +31,7 @@ class Store:
         try:
             import fsspec
 
-            options = {"auto_mkdir": True} if self.scheme in ("file", "local") else {}
+            options = {"auto_mkdir": True} if self.scheme in DISKS else {}
             self.files, root = fsspec.core.url_to_fs(
                 self.address, use_listings_cache=False, skip_instance_cache=True, **options
             )
@@ -72,9 +73,6 @@ class Store:
             return self._call("cat_file", self._path(name))
         return None
 
-    def write(self, name: str, data: bytes) -> None:
-        self._call("pipe_file", self._path(name), data)
-
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that is not there yet; return False if it is there: perhaps of a request without a response."""
         try:
@@ -88,8 +86,13 @@ class Store:
         return True
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file."""
-        self._call("put_file", str(path), self._path(name))
+        """Upload a file; at any moment the store has the earlier one or the new one, whole."""
+        if self.scheme not in DISKS:
+            self._call("put_file", str(path), self._path(name))
+            return
+        part = self._path(name) + ".part"  # a disk would have half of it if this process is killed
+        self._call("put_file", str(path), part)
+        self._call("mv", part, self._path(name))
 
     def get(self, name: str, path: Path) -> None:
         """Download a file; at any moment `path` is complete or absent."""

@@ -99,11 +99,31 @@ def test_damaged_checkpoint_in_the_store_is_not_used(address, flags, tmp_path):
     name = "checkpoints/step_00000012/optimizer.safetensors"
     data = bytearray(store.read(name) or b"")
     data[-1] ^= 1
-    store.write(name, bytes(data))
+    store.files.pipe_file(store._path(name), bytes(data))
     code, text = command(flags, tmp_path, address)
     assert (code, server.resumed_from(text)) == (0, 8)
     assert "step_00000012 is damaged" in text
     assert f"checkpoints/old_step_00000012.old1/{verify_hashes.MANIFEST}" in store.list()
+
+
+def test_upload_to_a_disk_that_is_killed_leaves_the_earlier_file(tmp_path, monkeypatch):
+    """A start that is killed while it uploads its ledger must not lose the lines of the starts before it."""
+    store = Store(f"file://{tmp_path}/store", "")
+    for number, lines in enumerate(("first\n", "first\nsecond\n")):
+        (tmp_path / f"{number}.jsonl").write_text(lines)
+    store.put(tmp_path / "0.jsonl", "ledger.jsonl")
+
+    def killed(source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes()[:3])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "copyfile", killed)
+        store.put(tmp_path / "1.jsonl", "ledger.jsonl")
+    assert store.read("ledger.jsonl") == b"first\n"
+    store.put(tmp_path / "1.jsonl", "ledger.jsonl")
+    assert store.read("ledger.jsonl") == b"first\nsecond\n"
+    assert [*store.list()] == ["ledger.jsonl"]
 
 
 @pytest.mark.parametrize("address", ["file"], indirect=True)
@@ -199,7 +219,7 @@ def test_name_that_leaves_the_folder_is_ignored(s3):
     """A bucket may be anyone's, and a name in it any text: here one of a file beside the local folder."""
     store = Store(s3, "")
     for name in ("inside", "a/../../outside", "/outside"):
-        store.write(name, b"text")
+        store.files.pipe_file(store._path(name), b"text")
     assert len(Store(s3.rpartition("/")[0], "").list()) >= 1
     assert [*store.list()] == ["inside"]
 
