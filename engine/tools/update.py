@@ -35,8 +35,11 @@ FOLDERS += ("configs/chat_templates/",)
 ADDONS = ("addons/", "tests/addons/")
 PINS = ("requirements.txt", "requirements-extra.txt")
 FILES = ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", "uv.lock", *PINS)
-YOURS = ("tests/conformance/recipes.py", RECORD, MANIFEST)
+RECIPES = "tests/conformance/recipes.py"
+YOURS = (RECIPES, RECORD, MANIFEST)
+SHOWN = ("train.py", "eval.py", "src/", "tests/src/", RECIPES)  # yours, but few change all of it
 PIN = re.compile(r"^([\w.-]+)==([^\s;#]+).*\n?", re.M)
+ITEM = re.compile(r"\n(?=\n| *[*#|] )")  # paragraphs, list items and lines of tables of CHANGELOG.md
 COMMIT = re.compile(r"\b[0-9a-f]{40,64}\b")
 
 
@@ -60,7 +63,7 @@ def update(copy: Path, source: str, ref: str = "HEAD", since: str | None = None)
     check_line_endings(copy, edited)
 
     own_code = [name for name in mine if name.endswith(".py") and not (name in theirs and is_managed(name))]
-    missing_before = missing_names(copy, own_code)
+    missing_before = missing_names(copy, own_code) if old != new else {}  # then it says again what is to do
     try:
         sentences += apply(copy, top, old, new, taken)
         for name in {*PINS} & {*changed} & {*mine} - {*taken}:
@@ -72,20 +75,29 @@ def update(copy: Path, source: str, ref: str = "HEAD", since: str | None = None)
         git(copy, "restore", "--source=HEAD", "--staged", "--worktree", "--", ".")
         git(copy, "clean", "-fdq", "--", ".")  # there were no new files before
         raise UsageError(f"the changes cannot be applied; all files are as they were: {error}") from None
-    print_news(top, old, new, changed, away)
-    return sentences + [f"{each}, which is gone" for each in sorted(missing_names(copy, own_code) - missing_before)]
+    print_news(top, old, new, changed, mine, away)
+    for file, names in missing_names(copy, own_code).items():
+        if gone := sorted(names - missing_before.get(file, set())):
+            sentences.append(f"{file}: gone from the engine: {', '.join(gone)}")
+    return sentences
 
 
-def print_news(top: Path, old: str, new: str, changed: Iterable[str], away: Iterable[str]) -> None:
+def print_news(top: Path, old: str, new: str, changed: dict, mine: Iterable[str], away: Iterable[str]) -> None:
     """Print what CHANGELOG.md of FROM has got since, files that stay away, and those of the user that FROM has changed."""
-    news = git(top, "diff-tree", "-p", *PLAIN, old, new, "--", "CHANGELOG.md")
-    print(*re.findall(r"^\+(?!\+\+ )(.*)$", news, re.M), sep="\n")
+    if old == new:
+        print(f"Up to date: engine {show(top, new, VERSION).strip()} ({new[:12]})")
+        return
+    before, after = (ITEM.split(show(top, commit, "CHANGELOG.md")) for commit in (old, new))
+    print(*(item for item in after if item not in before), sep="\n")
     print(f"Engine {show(top, old, VERSION).strip()} -> {show(top, new, VERSION).strip()} ({old[:12]} -> {new[:12]})")
     if deleted := sorted(name for name in away if not name.startswith(ADDONS)):
         print(f"Changes of files that this copy does not have, left out: {', '.join(deleted)}")
-    if yours := [name for name in changed if name in ("train.py", "eval.py") or name.startswith("src/")]:
-        print(f"The template has changed files that are yours: {', '.join(sorted(yours))}")
-        print(f"They are as they were. To see how: git diff {old[:12]} {new[:12]} -- train.py eval.py src/")
+    yours = [name for name in changed if name.startswith(SHOWN) and (name in mine or changed[name][0] is None)]
+    if yours:
+        print(
+            "The template has changed files that are yours, too; they are as they were. To merge these changes after a commit:"
+        )
+        print(f"  git diff {old[:12]} {new[:12]} -- {' '.join(sorted(yours))} | git apply --3way")
 
 
 # ---- git -------------------------------------------------------------------------------------------------------------

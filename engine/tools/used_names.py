@@ -12,16 +12,16 @@ from pathlib import Path
 HOUSES = ("engine", "addons", "tests")
 
 
-def missing_names(folder: Path, files: Iterable[str]) -> set[str]:
-    """Return "FILE uses MODULE.NAME" for what these files import, or take from a module, and that is not in `folder`."""
+def missing_names(folder: Path, files: Iterable[str]) -> dict[str, set[str]]:
+    """Return {file: names such as MODULE.NAME} of what these files import, or take from a module, and `folder` lacks."""
     names_in = cache(defined_names)
-    missing = set()
+    missing = {}
     for file in files:
         try:
             tree = ast.parse((folder / file).read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # it is deleted, or no Python of this version
-        missing |= {f"{file} uses {name}" for name in uses(tree) if not is_there(folder, name, names_in)}
+        missing[file] = {name for name in uses(tree) if not is_there(folder, name, names_in)}
     return missing
 
 

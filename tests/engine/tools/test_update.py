@@ -74,7 +74,7 @@ def template(tmp_path_factory) -> Path:
     old |= {"addons/README.md": ADDONS_PAGE, GONE: '"""Old."""\nOLD = 1\n', EDITED_AND_GONE: '"""Old."""\n'}
     old |= {"engine/VERSION": "1.0.0\n", "CHANGELOG.md": NEWS.replace(NEWS[11 : NEWS.index("## 1.0.0")], "")}
     old |= {".gitignore": "__pycache__/\n", ".gitattributes": "* text=auto eol=lf\n*.bin -text\n", BINARY: b"\0\r\n1"}
-    old |= {"tests/gpu/test_gpu.py": ""}
+    old |= {"tests/gpu/test_gpu.py": "", "tests/src/test_mine.py": "", "src/unused.py": ""}
     put(folder, old)
     git(folder, "init", "-q", "-b", "main")
     commit(folder, "v1.0.0")
@@ -84,7 +84,12 @@ def template(tmp_path_factory) -> Path:
     new |= {"addons/tools/kept.py": "# Needs addons/tools/_shared.py and addons/schedules/near.py\n"}
     new |= dict.fromkeys(NEW_OF_KEPT, "# new\n") | {"addons/tools/newest.py": "", "tests/gpu/test_new.py": ""}
     new |= {GONE: None, EDITED_AND_GONE: None, "engine/run/fresh.py": '"""Fresh."""\n', "engine/run_me.sh": ""}
-    new |= {"engine/VERSION": "1.2.0\n", "CHANGELOG.md": NEWS}
+    new |= {
+        "engine/VERSION": "1.2.0\n",
+        "CHANGELOG.md": NEWS,
+        "tests/src/test_mine.py": "# new\n",
+        "src/unused.py": "# new\n",
+    }
     put(folder, new)
     (folder / "engine/run_me.sh").chmod(0o755)
     for name in (MERGED, "train.py", "src/tasks/causal_lm.py"):
@@ -105,7 +110,8 @@ def delivered(template, tmp_path) -> Path:
     git(tmp_path, "clone", "-q", "-b", "v1.0.0", str(template), str(copy))
     shutil.rmtree(copy / ".git")
     shutil.rmtree(copy / "addons" / "schedules")
-    put(copy, dict.fromkeys(["addons/tools/other.py", "tests/addons/tools/test_other.py", "tests/gpu/test_gpu.py"]))
+    gone = ["addons/tools/other.py", "tests/addons/tools/test_other.py", "tests/gpu/test_gpu.py", "src/unused.py"]
+    put(copy, dict.fromkeys(gone))
     put(copy, {update.RECORD: git(template, "rev-parse", "v1.0.0")})
     git(copy, "init", "-q", "-b", "main")
     commit(copy)
@@ -159,7 +165,7 @@ def test_engine_is_new_and_own_files_stay_to_the_byte(copy, template, capsys):
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("Engine 1.0.0 -> 1.2.0", "All data again.", "A new name."))
     assert "The first one." not in shown
-    assert "files that are yours: src/tasks/causal_lm.py, train.py\n" in shown
+    assert "-- src/tasks/causal_lm.py tests/src/test_mine.py train.py | git apply --3way\n" in shown
 
     assert (copy / "engine/VERSION").read_text() == "1.2.0\n"
     assert (copy / update.RECORD).read_text() == git(template, "rev-parse", "v1.2.0")
@@ -232,7 +238,7 @@ def test_new_files_of_kept_addons_come(delivered, template):
     assert not {f"{name}.py" for name in [*away, "tests/gpu/test_new"]} & here
 
 
-def test_names_that_are_gone_are_named(delivered, template):
+def test_names_that_are_gone_are_named(delivered, template, capsys):
     """Imported, as an attribute of a module, and in a module that is gone; not what was missing before."""
     mine = "from engine.storage import gone\nfrom engine.storage.gone import OLD as NEW\nimport engine.run.meter as m\n"
     mine += (
@@ -245,7 +251,12 @@ def test_names_that_are_gone_are_named(delivered, template):
     commit(delivered)
     names = ["engine.storage.gone", "engine.storage.gone.OLD"]
     sentences = update.update(delivered, str(template), "v1.2.0")
-    assert sentences == [f"src/mine.py uses {name}, which is gone" for name in names]
+    assert sentences == [f"src/mine.py: gone from the engine: {', '.join(names)}"]
+    commit(delivered)
+    [again] = update.update(delivered, str(template), "v1.2.0")  # still to do, and what was missing before
+    assert again.startswith("src/mine.py: ")
+    assert [name in again for name in (*names, "engine.run.meter.is_lost")] == [True] * 3
+    assert "Up to date: engine 1.2.0 (" in capsys.readouterr().out
 
 
 def test_pins_that_a_copy_changed_or_removed_stay_so(tmp_path):
