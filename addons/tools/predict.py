@@ -91,7 +91,7 @@ def empty_reasoning(task: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return ""
     with may_be_removed(CHATS):
-        from engine.rows.find_targets import block_before_words
+        from engine.rows.find_targets import block_before_words  # pyrefly: ignore
     block = block_before_words(tokenizer, task.chat_format.template, task.chat_format.variables)
     return tokenizer.decode(tokenizer(block, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
 

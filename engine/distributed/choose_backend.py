@@ -24,7 +24,7 @@ def make_backend(accelerator: "Accelerator", cfg: RunConfig) -> Backend:
     splits_layers = mesh is not None and mesh.tp_size > 1
     if launch == "FSDP" and not splits_layers:
         with may_be_removed("FSDP2"):
-            from engine.distributed.fsdp2 import FSDP2 as chosen
+            from engine.distributed.fsdp2 import FSDP2 as chosen  # pyrefly: ignore
     elif (launch in WITHOUT_SHARDS or launch.startswith("MULTI_")) and not splits_layers:
         chosen = Backend
     else:

@@ -68,7 +68,7 @@ def make_chat_format(tokenizer: Any, options: ChatOptions) -> ChatFormat:
     if not changed and importlib.util.find_spec("engine.rows.choose_template") is None:
         return ChatFormat()  # a copy that has removed chats
     with may_be_removed(CHATS):
-        from engine.rows.choose_template import choose_template
+        from engine.rows.choose_template import choose_template  # pyrefly: ignore
     return choose_template(tokenizer, options)
 
 
@@ -252,7 +252,7 @@ class Encoder:
 
     def _encode_chats(self, rows: list[ChatRow], locations) -> Iterator[list[Document]]:
         with may_be_removed(CHATS):
-            from engine.rows.encode_chat import encode_chat
+            from engine.rows.encode_chat import encode_chat  # pyrefly: ignore
         columns = " and ".join(f"`{part}`" for part in self.format.required)
         for location, row in zip(locations, rows, strict=True):
             chat = (row.turns, location, row.tools, self.chat_format, row.variables, columns)

@@ -55,8 +55,8 @@ def _render(tokenizer: Any, turns: list[dict], where: object, tools: Any, argume
         if last not in ("user", "tool", "function", "ipython"):
             raise ValueError(f"it ends with {last}: a chat to answer ends with a turn of the user or of a tool")
         with may_be_removed(CHATS):
-            from engine.rows.find_targets import answer_prompt
-            from engine.rows.template_variables import read_variables
+            from engine.rows.find_targets import answer_prompt  # pyrefly: ignore
+            from engine.rows.template_variables import read_variables  # pyrefly: ignore
         if of_row is not None:
             template = tokenizer.get_chat_template(tools=chat.tools)
             arguments = arguments | read_variables(of_row, tokenizer, template)

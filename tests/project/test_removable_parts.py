@@ -65,6 +65,7 @@ def test_template_works_without_all_of_them(tmp_path, tiny):
     whole = numbers(kit.REPOSITORY, tiny, tmp_path / "whole")
     assert numbers(folder, tiny, tmp_path / "run") == whole
     run(folder, "-m", "ruff", "check", ".")
+    run(folder, "-m", "pyrefly", "check", "--python-interpreter-path", sys.executable)
     run(folder, "-m", "pytest", "--collect-only", "-q", "tests")
 
 
@@ -78,6 +79,7 @@ CODE = {
 def test_rest_is_imported_without_one_of_them(tmp_path, name):
     folder = copy_of_template(tmp_path / "copy")
     remove(folder, CODE[name])
+    run(folder, "-m", "pyrefly", "check", "--python-interpreter-path", sys.executable)
     run(folder, "-m", "pytest", "--collect-only", "-q", "tests")
 
 
