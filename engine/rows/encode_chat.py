@@ -91,7 +91,7 @@ def encode_chat(
                 if span.turn >= 0 and part.skips_reasoning(span.turn):
                     count_rows(NOT_REASONED, location)
             sequences.append(_encode_text(tokenizer, text, spans))
-            _warn_of_template(tokenizer, part.chat, template, text, spans, sequences[-1].labels)
+            _warn_of_template(tokenizer, part, text, spans, sequences[-1].labels)
     return sequences
 
 
@@ -195,12 +195,17 @@ def _tokenize(tokenizer: Any, text: str, start: int, stop: int) -> tuple[list[in
 _leads = functools.lru_cache(find_leads)
 
 
-def _warn_of_template(
-    tokenizer: Any, chat: Chat, template: str, text: str, spans: list[Span], labels: list[int]
-) -> None:
-    """Warn, once each, if keys of turns are ignored, or nothing ends a turn."""
-    warn_of_unread_keys(chat.turns, template)
-    if any(_ends_with_its_words(chat.turns, text, span) for span in spans):
+def _warn_of_template(tokenizer: Any, prompts: AnswerPrompts, text: str, spans: list[Span], labels: list[int]) -> None:
+    """Warn, once each, if keys of turns are ignored, nothing ends a turn, or words are neither prompt nor target."""
+    turns = prompts.chat.turns
+    warn_of_unread_keys(turns, prompts.template)
+    if between := prompts.between(text, spans):
+        warn_once(
+            f"between the prompt of inference and the words that {{% generation %}} marks, the chat template writes "
+            f"{between!r}, which a trained model neither gets nor learns: let the template write it at the end where "
+            "add_generation_prompt is true, or mark it, too"
+        )
+    if any(_ends_with_its_words(turns, text, span) for span in spans):
         warn_once(
             "the chat template writes nothing after the words of an assistant's turn that is trained on, so no target "
             "says that the turn ends: a trained model continues with the next turn, even where generation_config names "

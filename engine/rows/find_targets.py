@@ -128,6 +128,16 @@ class AnswerPrompts:
             return True
         return text.startswith(prompt) or DATE.sub("", text).startswith(DATE.sub("", prompt))
 
+    def between(self, text: str, spans: list[Span]) -> str:
+        """Return what stands between the prompt of inference and the last target: "" unless a template leaves it out."""
+        if not spans or spans[-1].turn < 1:
+            return ""
+        try:
+            prompt = self.prompt(spans[-1].turn)
+        except Exception:  # the own template refuses the chat, so inference cannot render it, either
+            return ""
+        return text[len(prompt) : spans[-1].begin].strip() if text.startswith(prompt) else ""
+
 
 def _added(plain: str, prompt: str) -> str:
     """Return what stands in a prompt after the text that it has in common with the same turns without it."""

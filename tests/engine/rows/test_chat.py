@@ -473,6 +473,11 @@ def test_the_location_of_a_row_is_read_only_for_an_error(tokenizer):
 
 GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
+UNPROMPTED = LOOP + (
+    "[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+
 
 @pytest.mark.parametrize(
     "template, words",
@@ -482,6 +487,8 @@ GLM = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_
         # Rows that are prepared tomorrow would differ, and the run would not resume with them.
         (GLM, "no target says that the turn ends"),
         (MARKS, "no target says that the turn ends"),
+        (UNPROMPTED, "writes '[assistant]', which a trained model neither gets nor learns"),
+        (UNPROMPTED + "{% if add_generation_prompt %}[assistant] {% endif %}", ""),
         (kit.CHATML, ""),
     ],
 )
