@@ -155,7 +155,7 @@ update: .venv/done ## bring the engine up to date with FROM=folder or git addres
 	@$(VENV)/python -m engine.tools.update $(call quoted,$(FROM)) $(if $(REF),--ref $(call quoted,$(REF))) $(if $(SINCE),--since $(call quoted,$(SINCE))) $(if $(COPY),--copy $(call quoted,$(COPY)))
 
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
-	$(VENV)/python train.py --schema >configs/schema.json.tmp
+	$(VENV)/python train.py --schema >configs/schema.json.tmp || { rm configs/schema.json.tmp; exit 1; }
 	mv configs/schema.json.tmp configs/schema.json
 
 clean: ## remove caches of tools; keeps .venv, data/, runs/ and prepared data

@@ -256,7 +256,7 @@ def main(argv: list[str]) -> None:
     print(f"{target}: the core, and the add-ons {', '.join(kept) or 'none'}.")
     run_files = {path.name for path in (REPOSITORY / "configs").glob("*.yaml")} - {*os.listdir(target / "configs")}
     print(f"Not copied, because an add-on is missing: {', '.join(sorted(run_files))}\n" * bool(run_files), end="")
-    print("Next: cd there, git commit, make setup, make test.")
+    print("Next: cd there, git commit, make setup, make test, make train.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Formats of rows: the parts that a row has, and a function that makes a chat, texts or ids of them.
 
-Add a format here: its function, and a line in FORMATS. Tests: tests/engine/rows/test_formats.py.
+A copy gives a format of its own to the Encoder that src/tasks/causal_lm.py makes: Encoder(…, formats=(MINE, *FORMATS)).
+Tests: tests/engine/rows/test_formats.py.
 """
 
 from collections.abc import Callable, Collection, Iterator

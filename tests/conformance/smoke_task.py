@@ -41,9 +41,10 @@ def main(argv: list[str]) -> None:
         sizes = sizes_of_run(cfg, datasets["train"].stats["examples"])
         num_steps = sizes.steps_of(cfg.num_train_epochs)
     if num_steps <= STEPS:
+        more = "a larger --max_steps" if cfg.max_steps else "a smaller --global_batch_size or more rows for more steps"
         raise UsageError(
-            f"max_steps: a smoke test trains {STEPS} steps of a longer run, but this run has only {num_steps}: give a "
-            "smaller --global_batch_size or more rows for more steps, or run it as it is"
+            f"max_steps: a smoke test trains {STEPS} steps of a longer run, but this run has only {num_steps}: give {more}, "
+            "or run it as it is"
         )
     accelerator = init_accelerator(cfg)
     run_on_main(accelerator, lambda: check_task(task, datasets, accelerator))

@@ -468,3 +468,22 @@ def test_a_long_chat_is_read_in_linear_time(monkeypatch):
     original = foreign_turns._read_turn
     monkeypatch.setattr(foreign_turns, "_read_turn", lambda *turn: calls.append(1) or original(*turn))
     assert len(foreign_turns.read_turns([HUMAN, GPT] * 500, "it")) == len(calls) == 1000
+
+
+def test_format_of_a_copy(tokenizer):
+    """It goes before the formats of the engine where rows have its parts; they stay."""
+
+    def read_question(row):
+        return row_formats.ChatRow(turns(("user", row["question"]), ("assistant", row["answer"])), None, None)
+
+    mine = row_formats.Format(("question", "answer"), (), read_question, "questions", True)
+    encoder = Encoder(tokenizer, len(tokenizer), 64, False, False, formats=(mine, *row_formats.FORMATS))
+    rows = {"question": ["def", "if"], "answer": ["return", "else"]}
+    assert encoder.choose([*rows, "text"], "train", lambda column: "x")[0] == [*rows]
+    got = encoder.encode_batch(rows, ["row 0", "row 1"])
+
+    chats = [turns(("user", one), ("assistant", other)) for one, other in zip(*rows.values(), strict=True)]
+    usual = Encoder(tokenizer, len(tokenizer), 64, False, False)
+    usual.choose(["messages"], "train", lambda column: chats[0])
+    assert got == usual.encode_batch({"messages": chats}, ["row 0", "row 1"])
+    assert encoder.choose(["text"], "train", lambda column: "x")[0] == ["text"]
