@@ -145,6 +145,12 @@ class Lease:
         if self.lost:
             raise Failure(self.lost)
 
+    def check_holder(self, token: str) -> None:
+        """Raise Failure if the lease is not that of this token, on a process that does not hold it itself."""
+        holder = self.newest()[1]
+        if holder.get("token") != token:
+            raise Failure(f"{self._sentence(holder)}: this run may not write there any more")
+
     def _keep(self) -> None:
         while not self.ended.wait(self.seconds / 4) and not self.lost:
             with suppress(OSError, Failure):  # the store may come back; the loop of the training asks `check`

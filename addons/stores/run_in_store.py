@@ -21,12 +21,12 @@ from addons.stores._lease import FOLDER, Lease
 from addons.stores._options import LEASE
 from addons.stores._store import Store
 from engine.checkpointing.async_writer import finish_writing
-from engine.checkpointing.checkpoint_folder import list_checkpoints, read_state
+from engine.checkpointing.checkpoint_folder import list_checkpoints
 from engine.config.addresses import address_of, on_this_node
 from engine.config.errors import Failure, UsageError, warn
 from engine.config.run_config import RunConfig, field_values
 from engine.process.exit_codes import on_exit
-from engine.storage import atomic_folder, verify_hashes
+from engine.storage import atomic_folder, jsonl, verify_hashes
 from engine.storage.cache_folder import cache_root, exclusive, run_once
 from engine.storage.run_store import RunStore
 from engine.storage.verify_hashes import MANIFEST
@@ -39,6 +39,7 @@ MODEL = ("config.json", MANIFEST)
 REPORT = ("RUN", "OTHER")  # what a flag names to read its record
 SLOW_STORE = 300.0  # seconds that a run that ends waits for its last lines; a launcher may kill it sooner
 SYNCED = "synced-"  # with the token of a launch: what it reads is here
+REQUESTS = ("stop", "save")  # files of the local folder for this start
 RECORD = "copy.json"  # beside a local copy: sizes and versions of the files that it was made from
 
 
@@ -46,9 +47,13 @@ def open_run(cfg: Any) -> "RunInStore":
     """Return the store of a run, whose lease this launch holds, with a local folder that has what a resume needs."""
     run = RunInStore(cfg)
     try:
-        run.begin(cfg)
+        run.store.list(FOLDER)
     except FileNotFoundError as error:
         raise UsageError(f"output_dir: {run.address}: there is no such bucket: {error}") from error
+    except OSError as error:
+        raise Failure(f"output_dir: {error}") from error
+    try:
+        run.begin()
     except OSError as error:
         raise Failure(f"output_dir: {error}") from error
     return run
@@ -58,6 +63,7 @@ class RunInStore(RunStore):
     """The store of a run and its local folder. Every process has one; the main process writes."""
 
     def __init__(self, cfg: Any):
+        self.cfg = cfg
         self.store = Store(cfg.output_dir, "output_dir")
         self.address = self.store.address
         # A folder for each node, also if nodes share a disk. A plan may be printed while the run trains.
@@ -73,37 +79,44 @@ class RunInStore(RunStore):
         self.has_begun = False
         self.has_ended = False
 
-    def begin(self, cfg: Any) -> None:
+    def begin(self) -> None:
         """Take the lease, on the main process, and make the local folder what the store has: once on each node."""
-        token = ""
-        if not cfg.dry_run:
+        if self.cfg.dry_run:
+            self.token = "plan"
+            self._sync()
+        else:
             if self.is_main or self._is_far(self.rank):
                 on_exit(self._close)
             if self.is_main:
                 self.lease.take()
-                token = self.lease.holder["token"]
+                self.token = self.lease.holder["token"]
             else:
-                token = self.lease.wait_for(2 * self.lease.seconds + 60)
-        self.token = token or "plan"
-        what = f"fetching the newest checkpoint of {self.address}"
-        if token:  # one process of each disk and launch does it, for all
-            done = self.folder.with_name(f"{SYNCED}{token}")
-            run_once(done, lambda: self._sync_for(done, cfg), what)
-        else:
-            self._sync(cfg)
-        self.sent = {name: _stamp(path) for name, path in self._record()}
+                self.token = self.lease.wait_for(2 * self.lease.seconds + 60)
+            self._sync_once()
         self.has_begun = True
+
+    def agree(self, token: str) -> None:
+        """Take the start of the main process for this one's, which may have read the lease of a launch that was killed."""
+        if token != self.token:
+            self.token = token
+            self._sync_once()
 
     # ---- from the store ----------------------------------------------------------------------------------------------
 
-    def _sync_for(self, done: Path, cfg: Any) -> None:
-        self._sync(cfg)
+    def _sync_once(self) -> None:
+        """One process of each disk and launch does it, for all."""
+        done = self.folder.with_name(f"{SYNCED}{self.token}")
+        run_once(done, lambda: self._sync_for(done), f"fetching the newest checkpoint of {self.address}")
+        self.sent = {name: _stamp(path) for name, path in self._record()}
+
+    def _sync_for(self, done: Path) -> None:
+        self._sync()
         for earlier in done.parent.glob(f"{SYNCED}*"):
             if not earlier.name.endswith(".lock"):
                 earlier.unlink()
         done.touch()
 
-    def _sync(self, cfg: Any) -> None:
+    def _sync(self) -> None:
         """Make the local folder what the store has. Of each checkpoint but the newest and the best, and of final/, fetch
         only the small files that tell what it is: `fetch` brings the others."""
         with exclusive(self.folder.parent / "sync", f"fetching {self.address}"):
@@ -118,7 +131,7 @@ class RunInStore(RunStore):
                 folder = "/".join(name.split("/")[: 2 if name.startswith("checkpoints/") else 1])
                 if ARCHIVED.search(folder):  # only its name: the next one has another number
                     (self.folder / folder).mkdir(parents=True, exist_ok=True)
-                elif "/" not in name or name.startswith("logs/"):
+                elif ("/" not in name and name not in REQUESTS) or name.startswith("logs/"):
                     self.store.get(name, self.folder / name)
             for name, manifest in manifests.items():
                 path = self.folder / name
@@ -128,9 +141,11 @@ class RunInStore(RunStore):
                         self.store.get(f"{name}/state.json", path / "state.json")
                     (path / MANIFEST).write_bytes(manifest or b"")
             checkpoints = list_checkpoints(self.folder)
-            if checkpoints and not cfg.dry_run and cfg.resume != "never":  # now: no other process waits in a collective
+            # Now, when no other process waits in a collective
+            if checkpoints and not self.cfg.dry_run and self.cfg.resume != "never":
                 self._fetch(checkpoints[-1])
-                best = read_state(checkpoints[-1])["progress"]["best_step"] if cfg.metric_for_best_model else 0
+                state = jsonl.read_json(checkpoints[-1] / "state.json")  # {} if it is damaged: that is found later
+                best = state.get("progress", {}).get("best_step", 0) if self.cfg.metric_for_best_model else 0
                 self._fetch(self.folder / "checkpoints" / f"step_{best:08d}")
 
     def _remove_others(self, manifests: dict[str, bytes | None]) -> None:
@@ -154,6 +169,16 @@ class RunInStore(RunStore):
                 self._fetch(folder)
         except OSError as error:
             raise Failure(f"{folder} could not be fetched: {error}") from error
+
+    def fetch_again(self, folder: Path) -> bool:
+        """Download the files of a checkpoint of this run that is damaged here; return whether there is such a one."""
+        if not folder.is_relative_to(self.folder):
+            return False
+        for name in verify_hashes.read_manifest(folder).get("files", {}):
+            if ".." not in Path(name).parts:
+                (folder / name).unlink(missing_ok=True)
+        self.fetch(folder)
+        return True
 
     def here(self, path: Path | None) -> Path | None:
         """Return a checkpoint of the main process as it is on this node, with its files."""
@@ -185,7 +210,7 @@ class RunInStore(RunStore):
         exist."""
         name = str(folder.relative_to(self.folder))
         try:
-            self.check()
+            self.lease.renew()  # asks the store: this process may have slept while another run took over
             self._send_record()
             self.store.delete(f"{name}/{MANIFEST}")  # of a save that was not known when this run began
             files = {
@@ -198,6 +223,7 @@ class RunInStore(RunStore):
             for each, size in files.items():
                 if there.get(each, [None])[0] != size:
                     raise OSError(f"{self.address}/{each} has not the {size:,} bytes that were sent")
+            self.store.delete(*(there.keys() - files))  # of an earlier save with more files
             self.lease.renew()
             self.store.put(folder / MANIFEST, f"{name}/{MANIFEST}")
         except BaseException:
@@ -217,6 +243,7 @@ class RunInStore(RunStore):
         """Upload the files of this rank to their place in the checkpoint, which has no manifest yet."""
         if not self._is_far(self.rank):
             return
+        self.lease.check_holder(self.token)
         name = re.sub(r"^\.(.*)\.\d+\.parts$", r"\1", shard.parent.name)
         folder = str((shard.parent.parent / name).relative_to(self.folder))
         self.store.delete(f"{folder}/{MANIFEST}")
@@ -245,6 +272,7 @@ class RunInStore(RunStore):
     def prune(self) -> None:
         """Delete the checkpoints that were deleted here, and what is left of uploads that did not end."""
         try:
+            self.lease.renew()
             names = self.store.list("checkpoints")
             for folder in {"/".join(name.split("/")[:2]) for name in names}:
                 inside = [name for name in names if name.startswith(f"{folder}/")]
@@ -258,6 +286,7 @@ class RunInStore(RunStore):
         """Rename a file or folder here and in the store, which copies it; manifests go last and are deleted first."""
         name, new = (str(each.relative_to(self.folder)) for each in (path, target))
         try:
+            self.lease.renew()
             names = sorted(self.store.list(name), key=lambda each: each.endswith(MANIFEST))
             for each in names:
                 self.store.copy(each, new + each.removeprefix(name))
@@ -272,7 +301,7 @@ class RunInStore(RunStore):
         On another node than that of the main process, only the log of this rank."""
         for path in sorted(self.folder.rglob("*" if self.is_main else f"logs/rank_{self.rank}.*")):
             first, *inside = path.relative_to(self.folder).parts
-            is_left_out = first in ("checkpoints", "final", "stop", "save") or path.name == "run.lock"
+            is_left_out = first in ("checkpoints", "final", *REQUESTS) or path.name == "run.lock"
             if not is_left_out and path.is_file() and not first.startswith(".") and not ARCHIVED.search(first):
                 yield "/".join((first, *inside)), path
 
@@ -299,10 +328,12 @@ class RunInStore(RunStore):
                 return
             try:
                 if self.has_begun:  # else another run trains here
+                    if self.is_main:
+                        self.lease.renew()
                     self._send_record()
                 self.lease.release()
                 self.has_ended = True
-            except OSError as error:
+            except (OSError, Failure) as error:
                 warn(f"the last lines are not in the store ({error}), but in {self.folder}")
 
 
@@ -313,7 +344,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _scratch(cfg: Any, key: str, address: str) -> Path:
     """Return the local folder of an address: its last part, so that the run keeps its name."""
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return cache_root(cfg).absolute() / "stores" / digest / (re.sub(r"[^\w.-]", "_", address.split("/")[-1]) or "run")
+    return (
+        cache_root(cfg).absolute()
+        / "stores"
+        / digest
+        / (re.sub(r"[^\w.-]", "_", address.split("/")[-1]).strip(".") or "run")
+    )
 
 
 def _launch() -> str:
@@ -329,7 +365,8 @@ def local_copy(address: str, field: str, cfg: Any = None) -> str:
     """Return the local copy of a file or folder, up to date; of a run final/ or else the newest checkpoint, and its
     record; for a report (`field` RUN) the record alone."""
     store = Store(address, field)
-    target = _scratch(cfg or RunConfig(), f"{store.address} {field in REPORT}", store.address)
+    kind = "report" if field in REPORT else "resume" if field == "resume" else ""
+    target = _scratch(cfg or RunConfig(), f"{store.address} {kind}", store.address)
     record = target.parent / RECORD
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -337,7 +374,7 @@ def local_copy(address: str, field: str, cfg: Any = None) -> str:
             names = {name: about for name, about in store.list().items() if not name.startswith(FOLDER)}
             if not names:
                 raise UsageError(f"{field}: {address}: there is no such file or folder in the store")
-            wanted_names = _to_read(names, field)
+            wanted_names = _to_read(names, kind)
             wanted = {name: about for name, about in names.items() if name in wanted_names}
             had = json.loads(record.read_text()) if record.exists() else {}
             for name in had.keys() - wanted.keys():
@@ -356,11 +393,14 @@ def local_copy(address: str, field: str, cfg: Any = None) -> str:
     return str(target)
 
 
-def _to_read(names: dict[str, Any], field: str) -> set[str]:
+def _to_read(names: dict[str, Any], kind: str) -> set[str]:
     """Return the names of what is read of a folder in a store."""
     whole = [name.rpartition("/")[0] for name in names if WITH_MANIFEST.fullmatch(name)]
-    if not whole or any(name in names for name in MODEL):  # no run, but a model or checkpoint, or any folder
+    checkpoints = [name for name in whole if name.startswith("checkpoints/") and not ARCHIVED.search(name)]
+    steps = [name for name in checkpoints if STEP.fullmatch(name)]
+    has_final = "final" in whole and (kind != "resume" or not checkpoints)
+    if any(name in names for name in MODEL) or not (checkpoints or has_final):  # a model or checkpoint, or any folder
         return set(names)
-    chosen = "final" if "final" in whole else max(whole)
-    folders = ("logs/",) if field in REPORT else ("logs/", f"{chosen}/")
+    chosen = "final" if has_final else max(steps or checkpoints)
+    folders = ("logs/",) if kind == "report" else ("logs/", f"{chosen}/")
     return {name for name in names if "/" not in name or name.startswith(folders)}

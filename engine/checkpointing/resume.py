@@ -70,7 +70,7 @@ def find_start(cfg: RunConfig, backend: Backend, task: Task, splits: dict, has_s
 
     start, of_main, token = run_on_main(accelerator, lambda: (choose(), address_of, run_store.current.token))
     copies_of_main.update(of_main)
-    run_store.current.token = token
+    run_store.current.agree(token)
     return replace(start, checkpoint=run_store.current.here(start.checkpoint), weights=on_this_node(start.weights))
 
 
@@ -86,6 +86,8 @@ def find_checkpoint(
     for checkpoint in reversed(candidates):
         run_store.current.fetch(checkpoint)
         errors = verify_hashes.verify(checkpoint)
+        if errors and run_store.current.fetch_again(checkpoint):
+            errors = verify_hashes.verify(checkpoint)
         if not errors:
             notes += check_same_run(checkpoint, cfg, options, current, has_same_rates)
             return checkpoint, notes

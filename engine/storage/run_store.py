@@ -16,11 +16,18 @@ class RunStore:
 
     token = ""  # of this start, the same on all ranks; empty without a store
 
+    def agree(self, token: str) -> None:
+        """Take the start that the main process names by its token for this one's."""
+
     def check(self) -> None:
         """Raise Failure if this run may not write to its store any more."""
 
     def fetch(self, folder: Path) -> None:
         """Download the files of a checkpoint or final/ that only the store has."""
+
+    def fetch_again(self, folder: Path) -> bool:
+        """Download a checkpoint of the run whose files are damaged here; return False if there is no store of it."""
+        return False
 
     def here(self, path: Path | None) -> Path | None:
         """Return a checkpoint that the main process names as it is on this node, with its files."""

@@ -92,6 +92,33 @@ def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
 
 
 @pytest.mark.parametrize("address", ["file"], indirect=True)
+def test_damage_here_is_no_damage_of_the_store(address, flags, tmp_path):
+    """A damaged local copy is fetched again. A file `stop` in the store, of whoever put it there, stops no start."""
+    assert command(flags, tmp_path, address)[0] == 0
+    store = Store(address, "")
+    store.delete(*store.list("final"))
+    for path in (tmp_path / "cache" / "stores").glob("*/store/checkpoints/*/model.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    store.create("stop", b"")
+    code, text = command(flags, tmp_path, address)
+    assert (code, server.resumed_from(text), "is damaged" in text) == (0, 12, False), text
+
+
+@pytest.mark.parametrize("address", ["file"], indirect=True)
+def test_checkpoint_without_its_state_is_damaged(address, flags, tmp_path):
+    """Though what a resume fetches first of all depends on it."""
+    assert command(flags, tmp_path, address)[0] == 0
+    store = Store(address, "")
+    store.delete("checkpoints/step_00000012/state.json", *store.list("final"))
+    server.forget(tmp_path / "cache")
+    code, text = command(flags, tmp_path, address, "--metric_for_best_model", "loss")
+    assert "step_00000012 is damaged" in text
+    assert "step_00000008" in text
+
+
+@pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_damaged_checkpoint_in_the_store_is_not_used(address, flags, tmp_path):
     assert command(flags, tmp_path, address)[0] == 0
     server.forget(tmp_path / "cache")
@@ -233,6 +260,7 @@ def proxy(s3, s3_server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
     monkeypatch.setattr("addons.stores._store.WAITS", (0.05,))
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore, which waits longer each time
     yield proxy
     proxy.shutdown()
 
