@@ -3,6 +3,7 @@
     python tests/golden/rows.py compare [pytest arguments]   what differs from rows.json: test, row and column; exit code 1
     python tests/golden/rows.py record [pytest arguments]    stores the rows of these tests (default: PATHS below)
 
+Record before a change of rows and compare after it: rows.json is of the commit that changed it last, and tests change.
 It sees the files of a prepared split when a process opens its statistics, the errors that a test expects, and what the
 functions of CALLS return to a test. If one of them gets another name, correct CALLS; keys are the names of tests."""
 

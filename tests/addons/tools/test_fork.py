@@ -168,7 +168,7 @@ def test_each_addon_alone_has_the_files_that_it_imports(addon):
 
 
 # One of each kind, and those with private needs: half a minute each. The files of all are compared above.
-TRIED = ["adapters/peft", "schedules/one_cycle", "streaming", "tasks/embeddings", "tasks/kto", "techniques/unfreeze"]
+TRIED = ["adapters/peft", "schedules/one_cycle", "streaming", "tasks/embeddings", "techniques/unfreeze"]
 
 
 @pytest.mark.cluster
