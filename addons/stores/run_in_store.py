@@ -143,7 +143,9 @@ class RunInStore(RunStore):
             checkpoints = list_checkpoints(self.folder)
             # Now, when no other process waits in a collective
             if checkpoints and not self.cfg.dry_run and self.cfg.resume != "never":
-                self._fetch(checkpoints[-1])
+                self._fetch(
+                    checkpoints[-1], is_verified=not self._is_far(self.rank)
+                )  # by the main process, on its node
                 state = jsonl.read_json(checkpoints[-1] / "state.json")  # {} if it is damaged: that is found later
                 best = state.get("progress", {}).get("best_step", 0) if self.cfg.metric_for_best_model else 0
                 self._fetch(self.folder / "checkpoints" / f"step_{best:08d}")
@@ -187,12 +189,14 @@ class RunInStore(RunStore):
             self.fetch(path)
         return path
 
-    def _fetch(self, folder: Path) -> None:
+    def _fetch(self, folder: Path, is_verified: bool = True) -> None:
+        """Download the files that are not here, or are damaged if nobody verifies them later."""
         if not folder.is_relative_to(self.folder):
             return
         for name, entry in verify_hashes.read_manifest(folder).get("files", {}).items():
             file = folder / name
-            if ".." in file.parts or (file.exists() and file.stat().st_size == entry["size"]):
+            is_here = file.exists() and file.stat().st_size == entry["size"]
+            if ".." in file.parts or (is_here and (is_verified or verify_hashes.hash_file(file) == entry)):
                 continue
             with suppress(FileNotFoundError):
                 self.store.get(str(file.relative_to(self.folder)), file)

@@ -96,6 +96,14 @@ def test_node_that_reads_the_lease_of_the_launch_before(machine, monkeypatch):
     restarted.lease.ended.set()
     early.agree(restarted.token)
     assert verify_hashes.verify(newest) == []
+
+    file = newest / "model.safetensors"
+    file.write_bytes(file.read_bytes()[::-1])
+    restarted = first.start()
+    restarted.lease.ended.set()
+    early = start_second()
+    assert (early.token, verify_hashes.verify(newest)) == (restarted.token, [])
+
     early.send_shard(save(early.folder / "elsewhere", 12))  # it writes as of this launch
     with pytest.raises(Failure, match="may not write there any more"):
         early_of_killed = start_second()
