@@ -99,7 +99,10 @@ class RunInStore(RunStore):
         """Take the start of the main process for this one's, which may have read the lease of a launch that was killed."""
         if token != self.token:
             self.token = token
-            self._sync_once()
+            try:
+                self._sync_once()
+            except OSError as error:
+                raise Failure(f"output_dir: {error}") from error
 
     # ---- from the store ----------------------------------------------------------------------------------------------
 
@@ -143,9 +146,8 @@ class RunInStore(RunStore):
             checkpoints = list_checkpoints(self.folder)
             # Now, when no other process waits in a collective
             if checkpoints and not self.cfg.dry_run and self.cfg.resume != "never":
-                self._fetch(
-                    checkpoints[-1], is_verified=not self._is_far(self.rank)
-                )  # by the main process, on its node
+                # On its node, the main process verifies it later
+                self._fetch(checkpoints[-1], verify=self._is_far(self.rank))
                 state = jsonl.read_json(checkpoints[-1] / "state.json")  # {} if it is damaged: that is found later
                 best = state.get("progress", {}).get("best_step", 0) if self.cfg.metric_for_best_model else 0
                 self._fetch(self.folder / "checkpoints" / f"step_{best:08d}")
@@ -173,7 +175,7 @@ class RunInStore(RunStore):
             raise Failure(f"{folder} could not be fetched: {error}") from error
 
     def fetch_again(self, folder: Path) -> bool:
-        """Download the files of a checkpoint of this run that is damaged here; return whether there is such a one."""
+        """Replace the local files of a damaged checkpoint by those of the store; return False if it is not of this run."""
         if not folder.is_relative_to(self.folder):
             return False
         for name in verify_hashes.read_manifest(folder).get("files", {}):
@@ -189,14 +191,14 @@ class RunInStore(RunStore):
             self.fetch(path)
         return path
 
-    def _fetch(self, folder: Path, is_verified: bool = True) -> None:
-        """Download the files that are not here, or are damaged if nobody verifies them later."""
+    def _fetch(self, folder: Path, verify: bool = False) -> None:
+        """Download the files that are not here; with `verify`, also those that are damaged."""
         if not folder.is_relative_to(self.folder):
             return
         for name, entry in verify_hashes.read_manifest(folder).get("files", {}).items():
             file = folder / name
             is_here = file.exists() and file.stat().st_size == entry["size"]
-            if ".." in file.parts or (is_here and (is_verified or verify_hashes.hash_file(file) == entry)):
+            if ".." in file.parts or (is_here and not (verify and verify_hashes.hash_file(file) != entry)):
                 continue
             with suppress(FileNotFoundError):
                 self.store.get(str(file.relative_to(self.folder)), file)
@@ -227,7 +229,8 @@ class RunInStore(RunStore):
             for each, size in files.items():
                 if there.get(each, [None])[0] != size:
                     raise OSError(f"{self.address}/{each} has not the {size:,} bytes that were sent")
-            self.store.delete(*(there.keys() - files))  # of an earlier save with more files
+            others = [each for each in there if each.startswith(f"{name}/") and each not in files]
+            self.store.delete(*others)  # of an earlier save with more files
             self.lease.renew()
             self.store.put(folder / MANIFEST, f"{name}/{MANIFEST}")
         except BaseException:

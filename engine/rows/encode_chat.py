@@ -199,11 +199,11 @@ def _warn_of_template(tokenizer: Any, prompts: AnswerPrompts, text: str, spans: 
     """Warn, once each, if keys of turns are ignored, nothing ends a turn, or words are neither prompt nor target."""
     turns = prompts.chat.turns
     warn_of_unread_keys(turns, prompts.template)
-    if between := prompts.between(text, spans):
+    if prompts.between(text, spans):  # not quoted: it may differ in each row
         warn_once(
-            f"between the prompt of inference and the words that {{% generation %}} marks, the chat template writes "
-            f"{between!r}, which a trained model neither gets nor learns: let the template write it at the end where "
-            "add_generation_prompt is true, or mark it, too"
+            "between the prompt of inference and the words that {% generation %} marks, the chat template writes more, "
+            "such as the header of the turn, which a trained model neither gets nor learns: let the template write it at "
+            "the end where add_generation_prompt is true, or mark it, too"
         )
     if any(_ends_with_its_words(turns, text, span) for span in spans):
         warn_once(

@@ -34,6 +34,7 @@ def _open_arrow(binary: Any) -> Any:
 
 
 def parts_of_table(file: File, binary: Any, columns: Iterable[str] | None) -> Iterator[Part]:
+    """Yield the rows of a table in parts, each an Arrow stream that another process can read."""
     batches = _parquet_batches if file.kind == "parquet" else _arrow_batches
     first = 0
     for batch in batches(file, binary, columns):

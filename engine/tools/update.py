@@ -94,9 +94,7 @@ def print_news(top: Path, old: str, new: str, changed: dict, mine: Iterable[str]
         print(f"Changes of files that this copy does not have, left out: {', '.join(deleted)}")
     yours = [name for name in changed if name.startswith(SHOWN) and (name in mine or changed[name][0] is None)]
     if yours:
-        print(
-            "The template has changed files that are yours, too; they are as they were. To merge these changes after a commit:"
-        )
+        print("The template has changed files of yours, which are as they were. To merge that, after a commit:")
         print(f"  git diff {old[:12]} {new[:12]} -- {' '.join(sorted(yours))} | git apply --3way")
 
 

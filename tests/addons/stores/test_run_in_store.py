@@ -93,7 +93,7 @@ def test_local_folder_that_differs_from_the_store(address, flags, tmp_path):
 
 @pytest.mark.parametrize("address", ["file"], indirect=True)
 def test_damage_here_is_no_damage_of_the_store(address, flags, tmp_path):
-    """A damaged local copy is fetched again. A file `stop` in the store, of whoever put it there, stops no start."""
+    """A damaged local copy is fetched again. A file `stop` in the store stops no start."""
     assert command(flags, tmp_path, address)[0] == 0
     store = Store(address, "")
     store.delete(*store.list("final"))

@@ -73,6 +73,20 @@ def test_run_that_slept_while_another_took_over(machine, address):
     assert {name: about for name, about in Store(address, "").list().items() if not name.startswith(".lease")} == before
 
 
+def test_second_save_of_a_step_replaces_the_first_one(machine, address):
+    """Its files that the new one lacks are gone; those of a folder whose name begins alike stay."""
+    run = machine("one").start()
+    run.lease.ended.set()
+    first = save(run.folder, 4)
+    store = Store(address, "")
+    for name in ("step_00000004/optimizer.safetensors", "step_00000004.old1/model.safetensors"):
+        store.put(first / "model.safetensors", f"checkpoints/{name}")
+    run.publish(first)
+    folder = "checkpoints/step_00000004"
+    names = {*store.list("checkpoints")}
+    assert names == {f"{folder}/{path.name}" for path in first.iterdir()} | {f"{folder}.old1/model.safetensors"}
+
+
 def test_node_that_reads_the_lease_of_the_launch_before(machine, monkeypatch):
     """A launch that was killed, started again on the same address and port, whose second node is faster than the first."""
     first, second = machine("first"), machine("second")

@@ -487,7 +487,7 @@ UNPROMPTED = LOOP + (
         # Rows that are prepared tomorrow would differ, and the run would not resume with them.
         (GLM, "no target says that the turn ends"),
         (MARKS, "no target says that the turn ends"),
-        (UNPROMPTED, "writes '[assistant]', which a trained model neither gets nor learns"),
+        (UNPROMPTED, "which a trained model neither gets nor learns"),
         (UNPROMPTED + "{% if add_generation_prompt %}[assistant] {% endif %}", ""),
         (kit.CHATML, ""),
     ],
